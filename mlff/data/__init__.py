@@ -1,0 +1,1 @@
+"""From files of labelled structures to batches of graphs."""

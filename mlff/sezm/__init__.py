@@ -1,0 +1,1 @@
+"""The SeZM (DPA4) potential: one file for each subject of the model."""
