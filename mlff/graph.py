@@ -89,7 +89,7 @@ class BatchPrediction:
     energy: Float[Tensor, "S"]  # eV, float64
     energies: Float[Tensor, "A"]  # eV, float64, sum to energy over each structure
     forces: Float[Tensor, "A 3"]  # eV/Å, float64
-    virial: Float[Tensor, "S 3 3"]  # eV, float64, -dE/d(strain), symmetric
+    virial: Float[Tensor, "S 3 3"]  # eV, float64, -dE/d(strain)
     stress: Float[Tensor, "S 3 3"]  # eV/Å³, float64; NaN for a structure without a volume
     magnetic_forces: Float[Tensor, "A 3"] | None = None  # -dE/d(spin), only for models with native spin
 
