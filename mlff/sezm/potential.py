@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mlff import elements as chemistry
+from mlff import presets
 from mlff.graph import Graph
 from mlff.sezm import bridging
 from mlff.sezm.block import Trunk
@@ -131,6 +132,29 @@ class SeZM(nn.Module):
         if not isinstance(options, Options):
             options = Options.from_mapping(options)
         return cls(options, elements, seed, dtype)
+
+    @classmethod
+    def from_preset(
+        cls,
+        name: str,
+        elements: Iterable[str | int] | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> SeZM:
+        """Build an untrained model with the hyper-parameters of a preset; elements default to H-Og.
+
+        `mlff.load(name)` gives the trained one.
+
+        Raises:
+            ValueError: there is no preset of that name, or an element is unknown.
+        """
+        from omegaconf import OmegaConf  # only a preset needs a reader of YAML
+
+        with presets.open_yaml(name) as file:
+            section = OmegaConf.to_container(OmegaConf.load(file).model)
+        assert isinstance(section, dict)
+        section = {str(key): value for key, value in section.items() if key != "elements"}
+        return cls.from_options(section, chemistry.ALL_ELEMENTS if elements is None else elements, seed, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
