@@ -1,0 +1,522 @@
+"""Training with Lightning: the step, what is kept of a run, and the loop around them.
+
+One step is four lines: evaluate the potential with forces that can be differentiated again, compare with the labels, sum
+up the loss, let the optimiser move the weights. Around it:
+
+- Training counts steps, not epochs. The loader is endless; the epoch is only a column of metrics.csv.
+- Validation, and everything that is written, uses the averaged weights, which live in a module of their own: the raw
+  weights are never exchanged for them, so that a checkpoint holds both at any moment.
+- All randomness of a step follows from the seed and the number of the batch, so that a run that was interrupted and
+  continued takes the same steps as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+from mlff import optim
+from mlff.config import Config, TrainingConfig
+from mlff.derivatives import evaluate
+from mlff.graph import BatchPrediction, Graph, Targets
+from mlff.loss import ErrorSums, differences, loss, loss_terms
+from mlff.runs import MetricsFile, write_whole
+
+Batch = tuple[Graph, Targets]
+
+ENDLESS = 10**12
+"""The length that an endless loader claims: more batches than any run takes."""
+
+
+class Training(pl.LightningModule):
+    """A potential while it is being trained.
+
+    Args:
+        potential: the model; parameters that do not require gradients stay as they are.
+        config: the recipe.
+        seed: of everything random in a step.
+    """
+
+    def __init__(self, potential: nn.Module, config: TrainingConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.potential = potential
+        self.config = config
+        self.seed = seed
+        self.average = optim.WeightAverage(potential, config.ema) if config.ema > 0 else None
+        self.averaged = None if self.average is None else self.average.module  # registered: moved and saved with the rest
+        self.guard = optim.GradientGuard(config.gradient_clip)
+        self.train_errors = ErrorSums(config.loss)
+        self.valid_errors = ErrorSums(config.loss)
+        self.valid_values: dict[str, float] = {}
+        self.batches: EndlessBatches | None = None
+
+    @property
+    def judged(self) -> nn.Module:
+        """The weights that are validated and written: averaged if there is an average."""
+        return self.potential if self.averaged is None else self.averaged
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and values of the parameters that training moves."""
+        return [(name, value) for name, value in self.potential.named_parameters() if value.requires_grad]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        graph, targets = batch
+        prediction = evaluate(self.potential, graph, create_graph=True)
+        found = differences(prediction, targets, graph)
+        terms = loss_terms(found, self.config.loss)
+        self.train_errors.update(found, terms)
+        return loss(terms, self.config.loss)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Make what is random in this step a function of seed, batch and process."""
+        torch.manual_seed((self.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimiser over the trained parameters, and its schedule by steps."""
+        optimizer = optim.build_optimizer([value for _, value in self.trained], self.config)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": optim.schedule(optimizer, self.config), "interval": "step"},
+        }
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip the gradients of a whole optimiser step."""
+        self.guard.clip([value for _, value in self.trained])
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Move the weights, then their average."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.average is not None:
+            self.average.update(self.potential)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last validation."""
+        self.valid_errors.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add the errors of a batch."""
+        self._judge(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Reduce the errors over all batches and processes."""
+        self.valid_values = self.valid_errors.compute()
+
+    def on_test_epoch_start(self) -> None:
+        """As validation."""
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As validation."""
+        self._judge(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """As validation."""
+        self.on_validation_epoch_end()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> BatchPrediction:
+        """Return energies, forces and stresses of a batch."""
+        return evaluate(self.judged, batch[0])
+
+    def _judge(self, batch: Batch) -> None:
+        graph, targets = batch
+        self.valid_errors.update(differences(evaluate(self.judged, graph), targets, graph))
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Move a batch; labels and positions stay float64."""
+        graph, targets = batch
+        return graph.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the place in the data."""
+        if self.batches is not None:
+            checkpoint["data_position"] = {"epoch": self.batches.epoch, "batches": self.batches.taken}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go back to the place in the data."""
+        if self.batches is not None and "data_position" in checkpoint:
+            place = checkpoint["data_position"]
+            self.batches.epoch, self.batches.taken = place["epoch"], place["batches"]
+
+
+class EndlessBatches:
+    """The batches of one epoch after another, without an end.
+
+    Args:
+        loader: a loader over one epoch, whose `batch_sampler` has `set_epoch(epoch)` and `start`, the number of batches to
+            leave out at the beginning of the next pass.
+
+    Attributes:
+        epoch: the epoch of the last batch given out.
+        taken: batches of that epoch given out so far.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self.taken = 0
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            sampler = self.loader.batch_sampler
+            sampler.set_epoch(self.epoch)
+            sampler.start = self.taken
+            for batch in self.loader:
+                self.taken += 1
+                yield batch
+            if self.taken == 0:
+                raise ValueError("the training set gives no batch; it needs at least one structure.")
+            self.epoch, self.taken = self.epoch + 1, 0
+
+
+class Records(Checkpoint):
+    """Keeps what a run leaves behind: metrics.csv, checkpoints/last.ckpt, the best model; stops early when asked to.
+
+    The best model is the one with the lowest validation loss: the loss of training, over the whole validation set, with
+    the averaged weights. `last.ckpt` is written after every validation, and at the end.
+
+    Args:
+        folder: of the run.
+        config: the recipe.
+        save: writes a potential to a path.
+        log_every: steps between rows of training errors.
+    """
+
+    def __init__(
+        self, folder: Path, config: TrainingConfig, save: Callable[[nn.Module, Path], object], log_every: int = 50
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.save = save
+        self.log_every = log_every
+        self.best_loss = math.inf
+        self.best_step = -1
+        self.unimproved = 0
+        self.best_values: dict[str, float] = {}
+        self._metrics: MetricsFile | None = None
+        self._seen_step = -1
+        self._validated_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a continued run must know."""
+        return {
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "best_values": self.best_values,
+            "unimproved": self.unimproved,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Open metrics.csv; a continued run goes on after its last checkpoint."""
+        step = trainer.global_step
+        self._seen_step = step
+        if trainer.is_global_zero:
+            self._metrics = MetricsFile(self.folder / "metrics.csv", after_step=step if step > 0 else None)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write training errors every `log_every` steps; ask for a last validation when the steps are done."""
+        step = trainer.global_step
+        if step == self._seen_step:
+            return  # in the middle of an accumulated step
+        self._seen_step = step
+        if step % self.log_every == 0:
+            self._write(trainer, module, {})
+        if step >= self.config.steps:
+            trainer.should_stop = True  # which makes Lightning validate once more before it leaves
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Write the errors, keep the model if it is the best so far, and save a checkpoint."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        module.guard.check(module.trained)
+        step = trainer.global_step
+        if step == self._validated_step:
+            return
+        self._validated_step = step
+        values = module.valid_values
+        self._write(trainer, module, {f"valid_{name}": value for name, value in values.items()})
+        # Without any label in the validation set there is no order among models: then the newest is the best.
+        if values["loss"] < self.best_loss or not any(math.isfinite(values[name]) for name in values if name != "loss"):
+            self.best_loss, self.best_step, self.best_values, self.unimproved = values["loss"], step, dict(values), 0
+            if trainer.is_global_zero:
+                write_whole(self.folder / "model.safetensors", lambda draft: self.save(module.judged, draft))
+        else:
+            self.unimproved += 1
+            if 0 < self.config.early_stopping <= self.unimproved:
+                trainer.should_stop = True
+        self.save_checkpoint(trainer)
+
+    def save_checkpoint(self, trainer: pl.Trainer) -> None:
+        """Write checkpoints/last.ckpt, whole or not at all; every process must call this."""
+        last = self.folder / "checkpoints" / "last.ckpt"
+        draft = last.with_name(".last.ckpt.draft")
+        last.parent.mkdir(parents=True, exist_ok=True)
+        trainer.save_checkpoint(draft)
+        if trainer.is_global_zero:
+            draft.replace(last)
+
+    def _write(self, trainer: pl.Trainer, module: Any, values: dict[str, float]) -> None:
+        module.guard.check(module.trained)
+        errors = module.train_errors.compute() if module.train_errors.any() else {}
+        module.train_errors.reset()
+        row = {
+            "epoch": float(module.batches.epoch) if module.batches is not None else math.nan,
+            "learning_rate": _last_learning_rate(trainer, self.config),
+            **{f"train_{name}": value for name, value in errors.items()},
+            **values,
+        }
+        if self._metrics is not None:
+            self._metrics.add(trainer.global_step, row)
+        for logger in trainer.loggers:
+            shown = {name.replace("_", "/", 1) if name != "learning_rate" else name: v for name, v in row.items()}
+            logger.log_metrics({name: v for name, v in shown.items() if math.isfinite(v)}, trainer.global_step)
+
+
+def _last_learning_rate(trainer: pl.Trainer, config: TrainingConfig) -> float:
+    return optim.learning_rate(max(0, trainer.global_step - 1), config)
+
+
+class Interrupt(Callback):
+    """Lets Ctrl-C and SIGTERM end a run in order: the step is finished, validated and saved. A second Ctrl-C ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        """Take over the two signals, where this thread may."""
+
+        def stop(number: int, frame: Any) -> None:
+            self.asked = True
+            trainer.should_stop = True
+            self._restore()
+            print("\nStopping after this step; the run is validated and saved. Again to leave at once.", file=sys.stderr)
+
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, stop)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Give the signals back."""
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
+
+
+class Progress(Callback):
+    """One line that says where the run is: step, loss, errors, time left. On a terminal it is rewritten in place."""
+
+    def __init__(self, steps: int, every_seconds: float | None = None) -> None:
+        self.steps = steps
+        self.live = sys.stderr.isatty()
+        self.every = every_seconds if every_seconds is not None else (0.5 if self.live else 10.0)
+        self._start = self._shown = 0.0
+        self._first_step = 0
+        self._valid = ""
+        self._loss: Tensor | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        """Start the clock."""
+        self._start, self._first_step = time.monotonic(), trainer.global_step
+        self._shown = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show the line, now and then: reading the loss waits for the device."""
+        now = time.monotonic()
+        if now - self._shown < self.every and trainer.global_step < self.steps:
+            return
+        self._shown = now
+        done = trainer.global_step - self._first_step
+        left = (now - self._start) / max(1, done) * (self.steps - trainer.global_step)
+        loss_now = float(outputs["loss"]) if outputs is not None else math.nan
+        self._show(
+            trainer, f"step {trainer.global_step}/{self.steps}  loss {loss_now:.4g}{self._valid}  {_duration(left)} left"
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Show the errors of the validation, on a line that stays."""
+        values = module.valid_values
+        self._valid = "  valid " + short_errors(values)
+        self._show(trainer, f"step {trainer.global_step}/{self.steps}  validation: {short_errors(values)}", stays=True)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Show that a long validation moves."""
+        now = time.monotonic()
+        if now - self._shown >= self.every:
+            self._shown = now
+            total = trainer.num_val_batches[0] if trainer.num_val_batches else 0
+            self._show(trainer, f"step {trainer.global_step}/{self.steps}  validating {batch_idx + 1}/{total}")
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Leave the line."""
+        if self.live and trainer.is_global_zero:
+            print(file=sys.stderr)
+
+    def _show(self, trainer: pl.Trainer, line: str, stays: bool = False) -> None:
+        if trainer.is_global_zero:
+            if self.live:
+                print(f"\r\033[K{line}", end="\n" if stays else "", file=sys.stderr, flush=True)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+def short_errors(values: dict[str, float]) -> str:
+    """Return errors in a few words: meV/atom, meV/Å, GPa; a dash where there is no label."""
+    energy, forces, stress = (values.get(name, math.nan) for name in ("energy_mae_per_atom", "forces_mae", "stress_mae"))
+    parts = [
+        f"E {1000 * energy:.4g} meV/atom" if math.isfinite(energy) else "E -",
+        f"F {1000 * forces:.4g} meV/Å" if math.isfinite(forces) else "F -",
+    ]
+    if math.isfinite(stress):
+        parts.append(f"stress {160.21766 * stress:.3g} GPa")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a fit ended."""
+
+    steps: int
+    best_step: int
+    best_values: dict[str, float]  # errors of the best model on the validation set
+    interrupted: bool
+
+
+def fit(
+    training: Training,
+    train_loader: Any,
+    valid_loader: Iterable[Batch],
+    config: Config,
+    folder: Path,
+    save: Callable[[nn.Module, Path], object],
+    checkpoint: Path | None = None,
+) -> Outcome:
+    """Train, validate and save until the steps are done, validation no longer improves, or somebody interrupts.
+
+    Args:
+        training: what is trained.
+        train_loader: one epoch of batches; see `EndlessBatches` for what its sampler must do.
+        valid_loader: the validation set.
+        config: the run; `training` and `trainer` are read.
+        folder: the run's folder, which exists.
+        save: writes a potential to a path.
+        checkpoint: where to continue from.
+
+    Raises:
+        FloatingPointError: a gradient became NaN or infinite; the message names its parameters.
+    """
+    records = Records(folder, config.training, save, config.trainer.log_every)
+    interrupt = Interrupt()
+    training.batches = EndlessBatches(train_loader)
+    loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
+    with _precision(config.trainer.precision), _quiet():
+        loop.fit(training, training.batches, valid_loader, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    return Outcome(loop.global_step, records.best_step, records.best_values, interrupt.asked)
+
+
+def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> pl.Trainer:
+    """Return the Lightning trainer of a run; without a folder it writes nothing."""
+    training, machine = config.training, config.trainer
+    # Lightning counts validation in batches, we in optimiser steps; once at the end is what Records asks for.
+    every = training.validate_every * training.accumulate if training.validate_every else ENDLESS
+    with _quiet():
+        return pl.Trainer(
+            accelerator="gpu" if machine.accelerator == "cuda" else machine.accelerator,
+            devices=machine.devices,
+            num_nodes=machine.num_nodes,
+            strategy=machine.strategy,
+            max_steps=training.steps,
+            max_epochs=1,
+            accumulate_grad_batches=training.accumulate,
+            check_val_every_n_epoch=None,
+            val_check_interval=every,
+            num_sanity_val_steps=0,
+            deterministic=machine.deterministic,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            logger=_loggers(machine.logger, folder),
+            callbacks=callbacks,
+            default_root_dir=folder,
+        )
+
+
+def _loggers(name: str, folder: Path | None) -> Any:
+    if folder is None or name in ("csv", "none"):  # metrics.csv is always written, by Records
+        return False
+    if name == "tensorboard":
+        return TensorBoardLogger(folder, name="tensorboard", version="")
+    try:
+        from lightning.pytorch.loggers import WandbLogger
+
+        return WandbLogger(save_dir=folder, project="mlff", name=folder.name)
+    except ModuleNotFoundError as error:
+        raise ValueError("trainer.logger=wandb needs the package wandb: pip install wandb.") from error
+
+
+@contextlib.contextmanager
+def _precision(name: str) -> Iterator[None]:
+    """Set how float32 matrix products are taken, for the time of a run."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning's remarks on workers, devices and logging intervals off the screen; errors stay."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\..*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
