@@ -1,0 +1,148 @@
+"""The configuration: layers, types, and the words of its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from mlff import presets
+from mlff.config import Config, about, check_preset, help_text, preset_options, read_config, to_mapping, write
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets_are_complete(name):
+    """No key missing, none unknown, each of the right type, for every command."""
+    check_preset(name)
+    assert about(name).parameters > 0
+    options, elements = preset_options(name)
+    assert options["rcut"] == 6.0 and elements[0] == "H"
+
+
+def test_a_preset_with_a_missing_key_is_named(monkeypatch):
+    import io
+
+    text = presets.open_yaml("mini").read().replace("  magma: true", "  magmas: true")
+    monkeypatch.setattr(presets, "open_yaml", lambda name: io.StringIO(text))
+    with pytest.raises(ValueError, match=r"section training: missing \['magma'\], unknown \['magmas'\]"):
+        check_preset("mini")
+
+
+def test_layers_lie_over_each_other(tmp_path):
+    """Defaults, preset, file, command line: the later wins."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("training: {steps: 7, batch_atoms: 9, loss: {forces: 3}}\nseed: 4\n")
+    config = read_config(["preset=pro", f"config={file}", "training.steps=11"], "train")
+    assert config.training.steps == 11
+    assert config.training.batch_atoms == 9
+    assert config.training.loss.forces == 3.0
+    assert config.training.loss.energy == 20.0
+    assert config.training.learning_rate == 5e-4  # pro's recipe from scratch
+    assert config.model.channels == 64
+    assert config.seed == 4
+    assert config.given == {"preset", "training.steps", "training.batch_atoms", "training.loss.forces", "seed"}
+
+
+def test_finetuning_has_its_own_recipe():
+    assert read_config(["preset=mini"], "finetune").training.learning_rate == 1e-4
+    assert read_config(["preset=mini"], "train").training.learning_rate == 4.5e-4
+
+
+def test_values_as_people_type_them():
+    config = read_config(
+        [
+            "preset=mini",
+            "data.train=[a.xyz,b/*.xyz]",
+            "data.valid=*.xyz",
+            "training.learning_rate=1e-3",
+            "training.steps=5e3",
+            "training.warmup=10",
+            "weights=none",
+            "output=null",
+            "model.elements=[H,N,O,No]",
+            "finetune.mode=frozen:types,radial",
+            "training.betas=[0.9,0.99]",
+        ]
+    )
+    assert config.data.train == ("a.xyz", "b/*.xyz")
+    assert config.data.valid == ("*.xyz",)
+    assert config.training.learning_rate == 1e-3
+    assert config.training.steps == 5000 and isinstance(config.training.steps, int)
+    assert config.training.warmup == 10.0
+    assert config.weights == "none" and config.output is None
+    assert config.model.elements == ("H", "N", "O", "No")
+    assert config.finetune.mode == "frozen:types,radial"
+    assert config.training.betas == (0.9, 0.99)
+
+
+def test_the_written_configuration_runs_again(tmp_path):
+    first = read_config(["preset=neo", "data.train=x.xyz", "training.steps=3", "model.elements=[O,H]"], "train")
+    write(first, tmp_path / "config.yaml")
+    again = read_config([f"config={tmp_path / 'config.yaml'}"], "finetune")
+    assert to_mapping(again) == to_mapping(first)
+    assert dataclasses.replace(again, given=frozenset()) == dataclasses.replace(first, given=frozenset())
+    assert "given" not in yaml.safe_load((tmp_path / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.stpes=5"], "no key 'training.stpes'. Did you mean 'training.steps'?"),
+        (["steps=5"], "no key 'steps'. Did you mean 'training.steps'?"),
+        (["data.trian=x"], "Did you mean 'data.train'?"),
+        (["training.steps=many"], "training.steps must be a whole number; got 'many'."),
+        (["training.steps=1.5"], "training.steps must be a whole number; got 1.5."),
+        (["training.learning_rate=fast"], "training.learning_rate must be a number; got 'fast'."),
+        (["training.magma=3"], "training.magma must be true or false; got 3."),
+        (["training.optimizer=sgd"], "training.optimizer must be one of hybridmuon, adamw; got 'sgd'."),
+        (["training.optimizer=hybrid_muon"], "Did you mean 'hybridmuon'?"),
+        (["training.betas=[0.9]"], "training.betas must be a list of 2 values; got [0.9]."),
+        (["model.rcut=six"], "model option rcut must be float; got 'six'"),
+        (["model.elements=[H,Oo]"], "model.elements: expected the symbol of an element, H to Og; got 'Oo'."),
+        (["training.steps=-1"], "training.steps must be 0 or more; got -1."),
+        (["training.ema=1"], "training.ema must be from 0 to below 1; got 1.0."),
+        (["training.final_learning_rate=1"], "training.final_learning_rate must be 0 to training.learning_rate"),
+        (["training.steps=5", "training.steps=6"], "training.steps is given twice"),
+        (["--training.steps=5"], "write training.steps=5 without dashes"),
+        (["mine.xyz"], "expected key=value, as in training.steps=5000; got 'mine.xyz'."),
+        (["finetune.mode=lora"], "finetune.mode=lora is not in this version; use full, head or frozen:<rooms>."),
+        (["finetune.mode=half"], "finetune.mode must be full, head or frozen:<rooms>; got 'half'."),
+        (["finetune.e0=guess"], "finetune.e0 must be refit, keep, isolated or file:PATH; got 'guess'."),
+        (["trainer.strategy=zero1"], "trainer.strategy=zero1 is not in this version; use trainer.strategy=ddp."),
+        (["trainer.precision=bf16"], "trainer.precision=bf16 is not in this version"),
+        (["training.compile=true"], "training.compile=true is not in this version"),
+        (["elements.add=[Cu]"], "elements.add=[Cu] is not in this version"),
+        (["preset=mni"], "there is no preset 'mni'"),
+        (["config=nowhere.yaml"], "config=nowhere.yaml: there is no such file."),
+    ],
+)
+def test_mistakes_are_answered_in_one_sentence(words, message):
+    start = [] if words[0].startswith("preset") else ["preset=mini"]
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        read_config(start + words)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_neither_preset_nor_weights():
+    with pytest.raises(ValueError, match=r"expected preset=NAME or weights=FILE; got neither. Presets: nano, mini"):
+        read_config(["data.train=x.xyz"])
+
+
+def test_a_file_that_is_not_yaml(tmp_path):
+    (tmp_path / "bad.yaml").write_text("training: [1, 2")
+    with pytest.raises(ValueError, match="is not YAML"):
+        read_config(["preset=mini", f"config={tmp_path / 'bad.yaml'}"])
+
+
+def test_help_lists_every_key_with_its_default():
+    text = help_text("finetune", "mini")
+    for key, default in (("training.steps", "4000"), ("data.energy_key", "null"), ("model.rcut", "6.0"), ("seed", "0")):
+        line = next(line for line in text.splitlines() if line.split()[:1] == [key])
+        assert line.split()[1] == default
+    assert "eV/Å" in text and "Å" in text.split("model.rcut")[1].splitlines()[0]
+
+
+def test_defaults_are_valid():
+    assert Config().training.steps > 0
