@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from jaxtyping import Float
-from torch import Tensor
-
 from mlff.kernels import grid_pair_reference as reference
+from torch import Tensor
 
 
 def grid_pair(

@@ -1,5 +1,7 @@
-"""Models on disk: weights in safetensors, with the whole model section in the header, so that a stray file can say
-what it is. Loading is strict and executes nothing.
+"""Models on disk: weights in safetensors.
+
+The header holds the whole model section, so that a stray file can say what it is. Loading is strict, and executes
+nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def save(potential: SeZM, path: str | os.PathLike[str], **metadata: Any) -> Path
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the header of a model file: format, mlff_version, model (JSON), elements (JSON), and what the writer added.
+    """Return the header of a model file: format, mlff_version, model and elements as JSON, and what the writer added.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -63,7 +65,9 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, str]:
                 raise ValueError("truncated")
             header = json.loads(file.read(length)).get("__metadata__", {})
     except (struct.error, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is not a safetensors file, or is cut short; expected weights of mlff") from error
+        raise ValueError(
+            f"{str(path)!r} is not a safetensors file, or is cut short; expected weights of mlff"
+        ) from error
     if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is a safetensors file, but not a model of mlff")
     if int(header["format_version"]) > VERSION:
@@ -101,7 +105,8 @@ def load(
 ) -> SeZM:
     """Return a trained model in evaluation mode, from a preset's name or the path of a safetensors file.
 
-    `device` "auto" is the GPU where there is one. Weights of any floating-point type load as `dtype`, float32 or float64.
+    `device` "auto" is the GPU where there is one. Weights of any floating-point type load as `dtype`, float32 or
+    float64.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -119,8 +124,8 @@ def load(
     wrong = [key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape]
     if missing or strange or wrong:
         raise ValueError(
-            f"{str(path)!r} does not hold the model its header describes: missing {missing[:3]}, unknown {strange[:3]}, "
-            f"of another shape {sorted(wrong)[:3]}"
+            f"{str(path)!r} does not hold the model that its header describes: missing {missing[:3]}, "
+            f"unknown {strange[:3]}, of another shape {sorted(wrong)[:3]}"
         )
     potential.load_state_dict(state)
     if device == "auto":
@@ -130,7 +135,7 @@ def load(
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype in DTYPES.values():
-        return dtype  # type: ignore[return-value]
+        return dtype  # pyright: ignore[reportReturnType]
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be {' or '.join(DTYPES)}; got {dtype!r}")
     return DTYPES[dtype]  # type: ignore[index]

@@ -1,7 +1,7 @@
 """Forces, virial and stress as derivatives of the energy.
 
-The model knows only energies. This module makes the edge vectors a leaf, asks for the energy, and differentiates it once;
-everything else is a sum of g_e = ∂E/∂v_e over edges. Training and the calculator both come through here, so that
+The model knows only energies. This module makes the edge vectors a leaf, asks for the energy, and differentiates it
+once; everything else is a sum of g_e = ∂E/∂v_e over edges. Training and the calculator both come through here, so that
 there is one sign convention:
 
     forces = -dE/dr                F_k = Σ_{e: receiver k} g_e - Σ_{e: sender k} g_e      eV/Å
@@ -38,8 +38,8 @@ def evaluate(potential: Potential, graph: Graph, create_graph: bool = False) -> 
     """Return energies, forces, virials and stresses of the structures of a graph.
 
     With `create_graph` the results can be differentiated with respect to the model's parameters, as a loss on forces
-    needs; otherwise they are detached. Works inside `torch.no_grad` and `torch.inference_mode` too. Spin vectors, where the
-    graph has them, give magnetic forces.
+    needs; otherwise they are detached. Works inside `torch.no_grad` and `torch.inference_mode` too. Spin vectors,
+    where the graph has them, give magnetic forces.
     """
     with torch.inference_mode(False), torch.enable_grad():
         graph = _ordinary(graph)
@@ -81,5 +81,9 @@ def _ordinary(graph: Graph) -> Graph:
 
 
 def _detached(prediction: BatchPrediction) -> BatchPrediction:
-    tensors = {f.name: getattr(prediction, f.name) for f in dataclasses.fields(prediction)}
-    return BatchPrediction(**{name: None if value is None else value.detach() for name, value in tensors.items()})
+    tensors: dict[str, Tensor] = {
+        field.name: value.detach()
+        for field in dataclasses.fields(prediction)
+        if isinstance(value := getattr(prediction, field.name), Tensor)
+    }
+    return BatchPrediction(**tensors)

@@ -1,8 +1,8 @@
 """The tables that travel through the package: structures as graphs, their labels, and what a model says of them.
 
-Units everywhere: Å, eV, eV/Å, eV/Å³. Cell rows are lattice vectors. An edge runs from a *sender* (the neighbour, whose
-features travel) to a *receiver* (the centre, which collects them); each pair within the cutoff gives two edges, and each
-periodic image its own.
+Units everywhere: Å, eV, eV/Å, eV/Å³. Cell rows are lattice vectors. An edge runs from a *sender* (the neighbour,
+whose features travel) to a *receiver* (the centre, which collects them); each pair within the cutoff gives two edges,
+and each periodic image its own.
 
     stress = (1/V) dE/d(strain)    positive when the structure pulls inwards, as in ASE
     virial = -dE/d(strain)         = -V stress, in eV
@@ -115,4 +115,6 @@ def _pinned(table: Any) -> Any:
 
 def _each_tensor(table: Any, change: Any) -> Any:
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    return type(table)(**{name: change(value) if isinstance(value, Tensor) else value for name, value in fields.items()})
+    return type(table)(
+        **{name: change(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
+    )

@@ -1,7 +1,7 @@
 """DPA4 (SeZM) models of deepmd-kit as models of this package.
 
-Only names and shapes differ: both store every matrix as (in, out). `_RULES` says which of their tensors is which of ours;
-a parameter of theirs that no rule claims is an error, never ignored.
+Only names and shapes differ: both store every matrix as (in, out). `_RULES` says which of their tensors is which of
+ours; a parameter of theirs that no rule claims is an error, never ignored.
 
 Facts about the format: deepmd-kit 3.2.0, PyTorch backend.
 """
@@ -116,8 +116,8 @@ def from_state(
     """Build a model from deepmd-kit's `model` configuration and its tensors.
 
     `state` maps deepmd-kit's names (with or without the prefixes `model.<branch>.` and `atomic_model.`) to arrays.
-    `elements` chooses and orders elements out of the file's own `type_map`, which is the default. The dtype is that of the
-    tensors unless given.
+    `elements` chooses and orders elements out of the file's own `type_map`, which is the default. The dtype is that
+    of the tensors unless given.
 
     Raises:
         ValueError: the configuration uses a form that this package cannot represent, a tensor is missing or is left
@@ -192,7 +192,9 @@ def options_from_config(config: Mapping[str, Any]) -> Options:
     return Options.from_mapping(values)
 
 
-_NOT_OURS = frozenset({"precision", "seed", "sel", "use_amp", "trainable", "type_map", "ntypes", "use_spin", "use_econf_tebd"})
+_NOT_OURS = frozenset(
+    {"precision", "seed", "sel", "use_amp", "trainable", "type_map", "ntypes", "use_spin", "use_econf_tebd"}
+)
 
 
 def _without_prefix(state: Mapping[str, np.ndarray | Tensor]) -> dict[str, Tensor]:
@@ -233,8 +235,8 @@ def _their_name(ours: str, options: Options) -> str:
 def _fill(potential: SeZM, tensors: Mapping[str, Tensor], rows: Tensor, version: float) -> None:
     """Copy their tensors into our model."""
     used = set()
-    own = dict(potential.named_parameters())
-    own.update({name: buffer for name, buffer in potential.named_buffers() if name.startswith("head.") and buffer.numel()})
+    own: dict[str, Tensor] = dict(potential.named_parameters())
+    own |= {name: buffer for name, buffer in potential.named_buffers() if name.startswith("head.") and buffer.numel()}
     with torch.no_grad():
         for name, target in own.items():
             theirs = _their_name(name, potential.options)

@@ -80,4 +80,3 @@ class DepthAttention(nn.Module):
         share = torch.softmax((keys * query.unsqueeze(-2)).sum(-1), -1)  # [N, n]
         weights = share.unflatten(0, (-1, *(1,) * (current.dim() - 1)))
         return torch.stack([source * weights[..., k] for k, source in enumerate(sources)]).sum(0)
-

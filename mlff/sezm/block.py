@@ -66,8 +66,8 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """All blocks, joined by plain shortcuts or by attention over depth.
 
-    Source of the latter: the attention-residual scheme of the DPA4 model; `full` looks back on every unit, `block` on the
-    sums of whole blocks.
+    Source of the latter: the attention-residual scheme of the DPA4 model; `full` looks back on every unit, `block`
+    on the sums of whole blocks.
     """
 
     def __init__(self, options: Options) -> None:
@@ -75,7 +75,9 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList(
             Block(options, degree, order) for degree, order in zip(options.degrees, options.orders, strict=True)
         )
-        self.mode = "full" if options.full_attn_res != "none" else "block" if options.block_attn_res != "none" else "none"
+        self.mode = (
+            "full" if options.full_attn_res != "none" else "block" if options.block_attn_res != "none" else "none"
+        )
         if self.mode != "none":
             kind = options.full_attn_res if self.mode == "full" else options.block_attn_res
 
@@ -87,6 +89,11 @@ class Trunk(nn.Module):
                 nn.ModuleList(attention() for _ in range(options.ffn_blocks)) for _ in self.blocks
             )
             self.depth_last = attention()
+
+    def frame_shapes(self) -> list[tuple[int, int]]:
+        """Return degree and order of each block that works in the frames of its edges."""
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return [(block.degree, block.order) for block in blocks if block.convolution.in_frame]
 
     def forward(
         self,

@@ -27,8 +27,8 @@ def sender_gate(
 ) -> Float[Tensor, "E 1"]:
     """Return for each edge the product, over the edges of its sender, of a switch from 0 at `inner` to 1 at `outer`.
 
-    `lengths` are the clamped ones. The product is taken in logarithms; one switch at exactly zero makes it exactly zero,
-    without an infinite gradient.
+    `lengths` are the clamped ones. The product is taken in logarithms; one switch at exactly zero makes it exactly
+    zero, without an infinite gradient.
     """
     t = ((lengths - inner) / (outer - inner)).clamp(0, 1)
     switch = (t.square().square() * (35 + t * (-84 + t * (70 - 20 * t)))).squeeze(-1)

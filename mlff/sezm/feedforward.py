@@ -19,13 +19,22 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, options: Options, degree: int, hidden: int, kind: str, so3: bool = False, mlp: bool = False, branches: int = 0
+        self,
+        options: Options,
+        degree: int,
+        hidden: int,
+        kind: str,
+        so3: bool = False,
+        mlp: bool = False,
+        branches: int = 0,
     ) -> None:
         super().__init__()
         channels, bias = options.channels, options.mlp_bias
         self.kind, self.hidden = kind, hidden
         if kind == "grid":
-            grid = rotation_grid(degree, options.kmax) if so3 else sphere_grid(degree, None, options.lebedev_quadrature[1])
+            grid = (
+                rotation_grid(degree, options.kmax) if so3 else sphere_grid(degree, None, options.lebedev_quadrature[1])
+            )
             width_in, width_out = 2 * grid.frames * hidden, grid.frames * hidden
             self.act: nn.Module = GridNet(grid, hidden, 1, "self", mlp=mlp, branches=branches, bias=bias)
         else:

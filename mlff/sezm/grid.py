@@ -86,7 +86,8 @@ class GridNet(nn.Module):
     """A gated product of two fields on a grid.
 
     mode "self": one input holds both fields, [N, R, F, 2 K C], left in the first half. mode "cross": two inputs
-    [N, R, F, C], expanded to K frames and contracted again where the grid has frames. Output [N, R, F, K C] or [N, R, F, C].
+    [N, R, F, C], expanded to K frames and contracted again where the grid has frames. Output [N, R, F, K C] or [N,
+    R, F, C].
 
     The product is "glu" (of the fields themselves), "mlp" (of linear images of both), or "branch" (of several pairs of
     images, weighted by a router of the scalars).
@@ -112,9 +113,7 @@ class GridNet(nn.Module):
             wide = grid.frames * channels
             rows = grid.row_degrees
             self.frame_expand = DegreeLinear(grid.degree, channels, wide, bound=bound, row_degrees=rows)
-            self.frame_contract = DegreeLinear(
-                grid.degree, wide, channels, bound=1 / math.sqrt(wide), row_degrees=rows
-            )
+            self.frame_contract = DegreeLinear(grid.degree, wide, channels, bound=1 / math.sqrt(wide), row_degrees=rows)
         self.scalar_gate = FocusLinear(2 * channels, channels, focus, bias, std=0.01)
         self.product = "branch" if branches else "mlp" if mlp else "glu"
         if self.product == "branch":
@@ -133,7 +132,8 @@ class GridNet(nn.Module):
         """Return the gated product; `right` is given in mode "cross" only."""
         frames, channels = self.grid.frames, self.channels
         if right is None:
-            left, right = left.chunk(2, dim=-1)
+            halves = left.chunk(2, dim=-1)
+            left, right = halves[0], halves[1]
         left_scalars, right_scalars = left[:, 0, :, :channels], right[:, 0, :, :channels]  # [N, F, C]
         scalars = torch.cat((left_scalars, right_scalars), -1)
         if self.expands:

@@ -68,10 +68,11 @@ def _real_from_complex(degree: int) -> Tensor:
     """Return U with S = U C for one degree, from the definition at the head of this file."""
     matrix = torch.zeros(2 * degree + 1, 2 * degree + 1, dtype=torch.complex128)
     matrix[degree, degree] = 1
+    half = torch.tensor([1, 1j], dtype=torch.complex128) / math.sqrt(2)
     for m in range(1, degree + 1):
         plus, minus, sign = degree + m, degree - m, (-1) ** m  # C_l,-m = (-1)^m conj C_lm
-        matrix[plus, plus], matrix[plus, minus] = 1 / math.sqrt(2), sign / math.sqrt(2)
-        matrix[minus, plus], matrix[minus, minus] = 1j / math.sqrt(2), -1j * sign / math.sqrt(2)
+        matrix[plus, plus], matrix[plus, minus] = half[0], sign * half[0]
+        matrix[minus, plus], matrix[minus, minus] = half[1], -sign * half[1]
     return matrix
 
 

@@ -1,7 +1,7 @@
 """Lebedev quadrature on the sphere.
 
-A rule of precision p integrates every polynomial up to degree p exactly, and is invariant under the octahedral group, so
-that it is stored as one point of each orbit.
+A rule of precision p integrates every polynomial up to degree p exactly, and is invariant under the octahedral
+group, so that it is stored as one point of each orbit.
 
 Source: V. I. Lebedev and D. N. Laikov, Doklady Mathematics 59, 477 (1999).
 """
@@ -44,10 +44,10 @@ def _orbit(a: float, b: float) -> list[tuple[float, float, float]]:
     return list(found.values())
 
 
-_ORBITS: dict[int, tuple[tuple[float, float, float], ...]] = {  # precision: (weight of a point, smallest two |coordinates|)
-    3: (
-        (0.16666666666666666, 0.0, 0.0),
-    ),
+_ORBITS: dict[
+    int, tuple[tuple[float, float, float], ...]
+] = {  # precision: (weight of a point, smallest two |coordinates|)
+    3: ((0.16666666666666666, 0.0, 0.0),),
     5: (
         (0.06666666666666667, 0.0, 0.0),
         (0.075, 0.5773502691896257, 0.5773502691896257),
@@ -173,4 +173,5 @@ _ORBITS: dict[int, tuple[tuple[float, float, float], ...]] = {  # precision: (we
         (0.0030360200264070883, 0.09684121455103957, 0.5521820743493993),
         (0.0029583576265356966, 0.2899558825499574, 0.5351230477182762),
         (0.0028321874039263033, 0.1833434647041659, 0.37800918987448673),
-    ),}
+    ),
+}

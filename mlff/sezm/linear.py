@@ -78,10 +78,8 @@ class FocusLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n F i"]) -> Float[Tensor, "*n F o"]:
         """Return the map of the last axis, stream by stream."""
-        if self.weight.shape[1] == 1:
-            y = x @ self.weight[:, 0]
-        else:
-            y = torch.einsum("...fi,ifo->...fo", x, self.weight)
+        single = self.weight.shape[1] == 1
+        y = x @ self.weight[:, 0] if single else torch.einsum("...fi,ifo->...fo", x, self.weight)
         return y if self.bias is None else y + self.bias
 
 

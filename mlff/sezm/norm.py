@@ -50,7 +50,7 @@ class EquivariantRMSNorm(Tables):
         scalars = x[:, :1] - x[:, :1].mean(-1, keepdim=True)
         x = torch.cat((scalars, x[:, 1:]), 1)
         # One variance for each leading index: [N, R, *, C] -> [N, 1, *, 1].
-        variance = torch.tensordot(x.square().sum(-1), self.get_buffer("balance"), dims=([1], [0]))
+        variance = torch.einsum("nr...,r->n...", x.square().sum(-1), self.get_buffer("balance"))
         inverse = (variance + self.eps).rsqrt().unsqueeze(1).unsqueeze(-1)
         y = x * inverse * self.scale.index_select(0, self.get_buffer("row_degrees"))
         return torch.cat((y[:, :1] + self.bias, y[:, 1:]), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Options:
     def from_mapping(cls, values: Mapping[str, Any]) -> Options:
         """Build options from plain values as they stand in YAML or JSON.
 
-        Lists become tuples, and a single value of `grid_mlp`, `grid_branch` or `lebedev_quadrature` counts for all places.
+        Lists become tuples; a single value of `grid_mlp`, `grid_branch` or `lebedev_quadrature` counts for all places.
 
         Raises:
             ValueError: a name is unknown (the nearest right one is given), or a value is of the wrong kind or range.
@@ -172,7 +173,7 @@ class Options:
             raise ValueError(f"model option lmax must be between 0 and 10; got {self.lmax}")
         if self.kmax > self.lmax:
             raise ValueError(f"model option kmax must not exceed lmax = {self.lmax}; got {self.kmax}")
-        if any(a < b for a, b in zip(self.degrees, self.degrees[1:], strict=False)):
+        if any(a < b for a, b in itertools.pairwise(self.degrees)):
             raise ValueError(f"model option l_schedule must not increase; got {list(self.degrees)}")
         if self.m_schedule is not None and len(self.m_schedule) != len(self.degrees):
             raise ValueError(
@@ -194,12 +195,15 @@ class Options:
             )
         for name in ("activation_function", "fitting_activation"):
             if getattr(self, name) not in ACTIVATIONS:
-                raise ValueError(f"model option {name} must be one of {', '.join(ACTIVATIONS)}; got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"model option {name} must be one of {', '.join(ACTIVATIONS)}; got {getattr(self, name)!r}"
+                )
         mode, _, layers = self.node_cartesian.partition(":")
         if self.node_cartesian != "none":
             if mode not in ("default", "parity") or not layers.isdigit():
                 raise ValueError(
-                    f'model option node_cartesian must be none, "default:<n>" or "parity:<n>"; got {self.node_cartesian!r}'
+                    'model option node_cartesian must be none, "default:<n>" or "parity:<n>"; '
+                    f"got {self.node_cartesian!r}"
                 )
             if self.lmax not in (1, 2):
                 raise ValueError(f"model option node_cartesian needs lmax 1 or 2; got {self.lmax}")

@@ -96,12 +96,7 @@ class SeZM(nn.Module):
         self.trunk = Trunk(options)
         self.readout = Readout(options)
         self.head = EnergyHead(options)
-        in_frame = [
-            (block.degree, block.order)  # type: ignore[union-attr]
-            for block in self.trunk.blocks
-            if block.convolution.in_frame  # type: ignore[union-attr]
-        ]
-        self.rotations = EdgeRotations(in_frame)
+        self.rotations = EdgeRotations(self.trunk.frame_shapes())
 
     def _register_masks(self, options: Options, symbols: list[str]) -> None:
         """Constants that depend on the element list: excluded pairs and elements, and who carries a spin."""
@@ -164,7 +159,7 @@ class SeZM(nn.Module):
     def forward(self, graph: Graph, vectors: Float[Tensor, "E 3"] | None = None) -> Float[Tensor, "A"]:
         """Return the energy of each atom in eV, float64.
 
-        `vectors` are the edge vectors in Å (float64); given by a caller who wants to differentiate with respect to them,
+        `vectors` are the edge vectors in Å (float64); given by a caller who differentiates with respect to them,
         otherwise computed from the graph.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -55,7 +56,7 @@ class RadialNetwork(nn.Module):
     ) -> None:
         super().__init__()
         widths = (width_in, *hidden)
-        self.layers = nn.ModuleList(Dense(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(Dense(a, b) for a, b in itertools.pairwise(widths))
         self.norms = nn.ModuleList(RMSNorm(width, eps=eps) for width in hidden) if norm else None
         self.last = Dense(widths[-1], width_out)
         self.activation = activation

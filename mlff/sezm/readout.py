@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -51,7 +52,7 @@ class EnergyHead(nn.Module):
         width = options.channels + options.numb_fparam + options.numb_aparam
         width += 0 if film else options.dim_case_embd
         widths = [width, *(neuron or automatic_width(width, True) for neuron in options.fitting_neuron)]
-        self.hidden = nn.ModuleList(Dense(a, 2 * b, bias=True) for a, b in zip(widths, widths[1:], strict=False))
+        self.hidden = nn.ModuleList(Dense(a, 2 * b, bias=True) for a, b in itertools.pairwise(widths))
         self.out = Dense(widths[-1], 1, bias=options.bias_out)
         self.register_buffer("frame_mean", torch.zeros(options.numb_fparam))
         self.register_buffer("frame_inverse_std", torch.ones(options.numb_fparam))

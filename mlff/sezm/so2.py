@@ -1,7 +1,7 @@
 """The SO(2) convolution: messages are turned into the edge's frame, mixed there, turned back, and gathered.
 
-In the frame of its edge a message needs only matrices that commute with rolls about the edge, one for each |m|, which is
-what makes high degrees affordable (Passaro and Zitnick, ICML 2023, arXiv:2302.03655).
+In the frame of its edge a message needs only matrices that commute with rolls about the edge, one for each |m|,
+which is what makes high degrees affordable (Passaro and Zitnick, ICML 2023, arXiv:2302.03655).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from mlff.sezm.attention import DepthAttention, EnvelopeAttention
@@ -17,7 +17,14 @@ from mlff.sezm.cartesian import EdgeCartesian, NodeCartesian
 from mlff.sezm.edges import Edges
 from mlff.sezm.grid import Grid, GridNet, rotation_grid, sphere_grid
 from mlff.sezm.harmonics import packed_degrees, reduced_layout
-from mlff.sezm.linear import Dense, DegreeLinear, FocusLinear, GatedActivation, normal, routed, truncated_normal, uniform
+from mlff.sezm.linear import (
+    DegreeLinear,
+    GatedActivation,
+    normal,
+    routed,
+    truncated_normal,
+    uniform,
+)
 from mlff.sezm.norm import EquivariantRMSNorm, RMSNorm
 from mlff.sezm.options import Options
 from mlff.sezm.tables import Tables
@@ -154,6 +161,7 @@ class SO2Stack(nn.Module):
         """Return the mixed rows; `bias_strength` [E, F, C] makes the first bias vanish with the envelope."""
         history = [z]
         for k, linear in enumerate(self.linears):
+            assert isinstance(linear, SO2Linear)
             if self.depth is not None:
                 z = self.depth[k](history, z, lambda state: state[:, 0].flatten(1))
             increment = z

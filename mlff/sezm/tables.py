@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class Tables(nn.Module):
     """A module with constant tensors that are never saved: they follow from the options.
 
-    Each is registered as a buffer, so that it moves with the module. A change of dtype takes it from its float64 original
-    again, so that `model.to(torch.float64)` is as exact as a model that was built in float64.
+    Each is registered as a buffer, so that it moves with the module. A change of dtype takes it from its float64
+    original again, so that `model.to(torch.float64)` is as exact as a model that was built in float64.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,21 @@
+"""Shared by all tests: the GPU marker, one thread a process, structures, rotations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Small tensors run fastest on one thread, and parallel test processes do not compete."""
+    torch.set_num_threads(1)
