@@ -126,6 +126,8 @@ def make_pretraining(options: Options) -> None:
         waiting[outcome.place] = outcome.result
         if outcome.failure:
             failures[outcome.failure] += 1
+            if sum(failures.values()) >= 100 and not made:
+                raise RuntimeError(f"100 tasks failed and none went well; most often: {failures.most_common(1)[0][0]}")
         else:
             made += len(outcome.result.energy)
         while following in waiting and shards.frames < options.frames:
@@ -139,7 +141,7 @@ def make_pretraining(options: Options) -> None:
             seconds = spoken - began
             print(
                 f"{seconds:6.0f} s  {made:8d} of {options.frames} frames  {made / max(seconds, 1e-9):6.1f} frames/s  "
-                f"{outcome.place + 1} tasks, {sum(failures.values())} failed",
+                f"{following} tasks, {sum(failures.values())} failed",
                 flush=True,
             )
     else:  # out of time: what is done counts, though gaps are left
