@@ -40,8 +40,8 @@ class Calculator(AseCalculator):
     volume; elsewhere `get_stress` raises ASE's PropertyNotImplementedError. The cell of a structure without periodic
     axes is ignored. Results are Python and numpy numbers.
 
-    Nothing of the process changes: default dtype, precision of matrix products, gradient mode and random numbers stay as
-    they are. Where the user has switched on TF32, a float32 model on a GPU uses it.
+    Nothing of the process changes: default dtype, precision of matrix products, gradient mode and random numbers stay
+    as they are. Where the user has switched on TF32, a float32 model on a GPU uses it.
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012  ASE's form

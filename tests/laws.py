@@ -36,8 +36,8 @@ def noisy(potential: SeZM, seed: int = 0, forces: float = 1.0) -> SeZM:
     """Return a copy with seeded noise on every parameter, and forces of `forces` eV/Å (root mean square) in a cluster.
 
     Noise is measured by the square root of a matrix's height, as at initialisation, and is full on matrices that start
-    at zero, which would otherwise close their branches. The output of the energy head is then scaled; more noise instead
-    makes the energy so stiff that finite differences say nothing. Reference energies become some eV.
+    at zero, which would otherwise close their branches. The output of the energy head is then scaled; more noise
+    instead makes the energy so stiff that finite differences say nothing. Reference energies become some eV.
     """
     changed = copy.deepcopy(potential).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -345,8 +345,8 @@ def smooth_through_the_cutoff(potential: Any, numbers: tuple[int, int, int]) -> 
     """Energy, force and force derivative are continuous when an atom leaves the cutoff of another.
 
     One atom walks out along z while a third keeps both connected. The energy is three times continuously
-    differentiable, so that over a gap of 2δ = 2e-6 Å around the cutoff the energy changes by its slope, the slope by its curvature, and
-    the curvature (some eV/Å²) by 2δ times the third derivative, which is below 1e3 eV/Å³ in these models.
+    differentiable, so that over a gap of 2δ = 2e-6 Å around the cutoff the energy changes by its slope, the slope by its
+    curvature, and the curvature (some eV/Å²) by 2δ times the third derivative, which is below 1e3 eV/Å³ in these models.
     """
     delta, r = 1e-6, potential.cutoff
 
