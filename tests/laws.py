@@ -345,8 +345,8 @@ def smooth_through_the_cutoff(potential: Any, numbers: tuple[int, int, int]) -> 
     """Energy, force and force derivative are continuous when an atom leaves the cutoff of another.
 
     One atom walks out along z while a third keeps both connected. The energy is three times continuously
-    differentiable, so that over a gap of 2δ = 2e-6 Å around the cutoff the energy changes by its slope, the slope by its
-    curvature, and the curvature (some eV/Å²) by 2δ times the third derivative, which is below 1e3 eV/Å³ in these models.
+    differentiable, so that over a gap of 2δ = 2e-6 Å around the cutoff the energy changes by its slope, the slope by
+    its curvature, and the curvature (some eV/Å²) by 2δ times the third derivative, below 1e3 eV/Å³ in these models.
     """
     delta, r = 1e-6, potential.cutoff
 
