@@ -56,7 +56,7 @@ class SeZM(nn.Module):
         if not self.elements:
             raise ValueError("a model needs at least one element; got an empty list")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would reseed GPUs too
             self._build(options, len(self.elements))
         row_of = torch.full((len(chemistry.SYMBOLS),), -1)
         row_of[list(self.elements)] = torch.arange(len(self.elements))
