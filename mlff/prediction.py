@@ -93,16 +93,18 @@ def prepared(
         ValueError: the preset has no weights, the file is not a model, or the dtype is another.
         FileNotFoundError: there is no such file.
     """
-    if not isinstance(model, nn.Module):
-        return checkpoint.load(model, device, "float32" if dtype is None else dtype).requires_grad_(False)
-    potential = copy.deepcopy(model)
-    if dtype is not None:
-        if dtype not in (*checkpoint.DTYPES, *checkpoint.DTYPES.values()):
-            raise ValueError(f"dtype must be {' or '.join(checkpoint.DTYPES)}; got {dtype!r}")
-        potential = potential.to(checkpoint.DTYPES.get(str(dtype), dtype))  # type: ignore[arg-type]
-    if device != "auto":
-        potential = potential.to(device)
-    return potential.eval().requires_grad_(False)
+    # Tensors made in inference mode could never be differentiated through, even with respect to positions.
+    with torch.inference_mode(False):
+        if not isinstance(model, nn.Module):
+            return checkpoint.load(model, device, "float32" if dtype is None else dtype).requires_grad_(False)
+        potential = copy.deepcopy(model)
+        if dtype is not None:
+            if dtype not in (*checkpoint.DTYPES, *checkpoint.DTYPES.values()):
+                raise ValueError(f"dtype must be {' or '.join(checkpoint.DTYPES)}; got {dtype!r}")
+            potential = potential.to(checkpoint.DTYPES.get(str(dtype), dtype))  # type: ignore[arg-type]
+        if device != "auto":
+            potential = potential.to(device)
+        return potential.eval().requires_grad_(False)
 
 
 def device_of(potential: nn.Module) -> torch.device:
