@@ -20,8 +20,8 @@ import numpy as np
 import vesin
 from jaxtyping import Bool, Float, Int
 
-# Below this all pairs are looked at directly where one image of each suffices: 64² differences take 0.1 ms, while laying
-# a grid over two atoms in a 2000 Å cell takes 15 ms (vesin 0.6.2, one core).
+# Up to here all pairs are looked at directly where one image of each suffices: 64² differences take 0.1 ms, while
+# laying a grid over two atoms in a 2000 Å cell takes 15 ms (vesin 0.6.2, one core).
 _FEW_ATOMS = 64
 
 # vesin's threads cost more than they bring below this, and a data loader's workers are parallel already.
@@ -42,13 +42,12 @@ def neighbor_list(
 ) -> tuple[Int[np.ndarray, "E"], Int[np.ndarray, "E"], Float[np.ndarray, "E 3"]]:
     """Return all edges shorter than the cutoff: senders, receivers and shifts.
 
-    Positions, cell (rows are lattice vectors) and cutoff are in Å; the rows of axes that are not periodic are ignored and
-    may be zero or anything else. Shifts are whole cells, zero along axes that are not periodic, such that
+    Shifts are whole cells, zero along axes that are not periodic, such that
     r = positions[sender] + shift @ cell - positions[receiver]. Edges are sorted by receiver, then sender, then shift.
 
     Args:
         positions: Å, anywhere in space.
-        cell: Å, rows are lattice vectors.
+        cell: Å, rows are lattice vectors; the rows of axes that are not periodic may hold anything, also zeros.
         pbc: which axes repeat.
         cutoff: Å, positive.
 
@@ -133,8 +132,8 @@ def _checked(
     if strange.any():
         atom = int(strange.argmax())
         raise ValueError(
-            f"the position of atom {atom} (counted from 0) is {positions[atom].tolist()} Å; every coordinate needs to be "
-            f"a finite number ({int(strange.sum())} of {len(positions)} atoms are affected)."
+            f"the position of atom {atom} (counted from 0) is {positions[atom].tolist()} Å; every coordinate needs to "
+            f"be a finite number ({int(strange.sum())} of {len(positions)} atoms are affected)."
         )
     if not np.isfinite(cell[periodic]).all():
         raise ValueError(f"the lattice vectors {cell.tolist()} Å are not finite; check the structure's cell.")
