@@ -19,6 +19,12 @@ from mlff import prediction
 from mlff.calculator import Calculator
 from mlff.sezm.potential import SeZM
 
+BUDGETS: list[dict[str, Any]] = [
+    {"batch_atoms": 8},
+    {"batch_edges": 100},
+    {"batch_atoms": 1},
+    {"batch_atoms": 10, "batch_edges": 400},
+]
 SMALL = {"channels": 8, "lmax": 2, "n_blocks": 1, "n_radial": 8, "mixing_layers": 2}
 
 
@@ -76,12 +82,7 @@ def test_equals_the_calculator_structure_by_structure(potential: SeZM) -> None:
 def test_budgets_hold_and_do_not_change_results(potential: SeZM, batches: list) -> None:
     expected = mlff.predict(potential, structures())
     assert [n for n, _, _ in batches] == [6]
-    for budget in (
-        {"batch_atoms": 8},
-        {"batch_edges": 100},
-        {"batch_atoms": 1},
-        {"batch_atoms": 10, "batch_edges": 400},
-    ):
+    for budget in BUDGETS:
         batches.clear()
         found = mlff.predict(potential, structures(), **budget)
         assert sum(n for n, _, _ in batches) == 6
