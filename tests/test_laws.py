@@ -137,6 +137,41 @@ def test_mirror_images_are_told_apart() -> None:
     assert abs(gap.item()) > 1e3 * laws.ROUNDING
 
 
+# Choices that no preset makes, several at once where they do not exclude each other.
+OTHERS = {
+    "norms": {"edge_norm": True, "sandwich_norm": [True] * 4, "layer_scale": True, "mlp_bias": True},
+    "charge": {"add_chg_spin_ebd": True, "basis_type": "gaussian", "activation_function": "tanh"},
+    "heads": {"n_atten_head": 2, "atten_v_proj": True, "atten_o_proj": True, "n_focus": 2, "atten_f_mix": True},
+    "no_attention": {"n_atten_head": 0, "n_focus": 2, "focus_dim": 3, "radial_so2_mode": "degree"},
+    "all_orders": {"lmax": 3, "mmax": None, "so2_attn_res": "dependent"},
+    "pyramid": {"l_schedule": [3, 2, 1], "extra_node_l": 1, "full_attn_res": "dependent"},
+    "node_grids": {"node_wise_s2": True, "message_node_s2": True, "s2_activation": [True, True]},
+    "frame_grids": {"node_wise_so3": True, "ffn_so3_grid": True, "kmax": 2, "grid_mlp": True},
+    "product_grids": {"s2_activation": [True, True], "lebedev_quadrature": False, "grid_branch": 2},
+    "cartesian_edges": {"edge_cartesian": True},
+    "cartesian_nodes": {"node_cartesian": "parity:2"},
+    "no_seed": {"use_env_seed": False, "glu_activation": False, "s2_activation": [False, False]},
+    "no_blocks": {"n_blocks": 0},
+    "scalars": {"lmax": 0, "kmax": 0, "mmax": 0},
+    "excluded": {"exclude_types": [["H", "O"]], "atom_exclude_types": ["Cu"]},
+    "bridging": {"bridging_method": "zbl", "bridging_r_inner": 0.8, "bridging_r_outer": 1.6},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_options(name: str) -> None:
+    """Rotation and differentiation hold there too. The cutoff is left out: ZBL by definition does not end there."""
+    options = {"channels": 4, "lmax": 2, "n_blocks": 2, "mixing_layers": 2, "n_radial": 6} | OTHERS[name]
+    potential = laws.noisy(SeZM.from_options(options, ELEMENTS, dtype=torch.float64))
+    cluster, crystal = structures(potential).values()
+    laws.rotation(potential, cluster)
+    laws.batch_is_singles(potential, [cluster, crystal])
+    laws.forces_are_differences(potential, cluster, directions=1)
+    laws.stress_is_difference(potential, crystal)
+    laws.axes_are_directions_like_others(potential, potential.elements)
+
+
 # The laws themselves
 
 
