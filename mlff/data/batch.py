@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
 from mlff.graph import Graph, Targets
+
+_OPEN_BATCHES = 16  # looked at for each structure: more fills batches no better and takes longer
 
 
 def collate(graphs: Sequence[Graph]) -> Graph:
@@ -60,6 +67,234 @@ def collate_targets(targets: Sequence[Targets]) -> Targets:
         group=tuple(name for target in targets for name in target.group),
         index=torch.cat([target.index for target in targets]),
     )
+
+
+class BudgetSampler(Sampler[list[int]]):
+    """Batches of structures, each up to a number of atoms and of edges, for one of several ranks.
+
+    All batches of an epoch follow from `seed` and `epoch` alone, so that every rank makes the same plan and takes its
+    own part of it. Each rank gets the same number of batches. With `shuffle`, the batches that the ranks take at the
+    same step are of similar cost (edges, or atoms where edges are not counted); without it, structures keep their
+    order.
+
+    A structure above a budget is a batch of its own, with one warning. Where the number of batches is no multiple of
+    the number of ranks, the largest are split. Where every batch is a single structure already, some are seen twice.
+
+    Args:
+        n_atoms: atoms of each structure.
+        n_edges: edges of each structure; None is allowed where `batch_edges` is 0.
+        batch_atoms: most atoms in a batch.
+        batch_edges: most edges in a batch, 0 = no limit.
+        seed: of the order.
+        rank: which of the ranks this is.
+        world_size: number of ranks.
+        shuffle: whether to mix structures, differently in each epoch.
+
+    Attributes:
+        epoch: whose batches come next.
+        start: batches to leave out at the beginning of the next pass, for a run that goes on in the middle of an epoch;
+            0 again afterwards.
+        sampler: the sampler itself; Lightning calls `set_epoch` on it where it counts epochs.
+
+    Raises:
+        ValueError: there is no structure, a budget is not positive, or the rank is not one of the ranks.
+    """
+
+    def __init__(
+        self,
+        n_atoms: Sequence[int] | Int[np.ndarray, "S"],
+        n_edges: Sequence[int] | Int[np.ndarray, "S"] | None,
+        batch_atoms: int,
+        batch_edges: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        self._atoms = np.asarray(n_atoms, dtype=np.int64)
+        self._edges = None if n_edges is None else np.asarray(n_edges, dtype=np.int64)
+        if not len(self._atoms):
+            raise ValueError("there is no structure to make batches of; the set is empty.")
+        if batch_atoms < 1 or batch_edges < 0:
+            raise ValueError(
+                f"expected batch_atoms of 1 or more and batch_edges of 0 (no limit) or more; "
+                f"got {batch_atoms} and {batch_edges}."
+            )
+        if batch_edges and self._edges is None:
+            raise ValueError("a limit on the edges of a batch needs the number of edges of each structure.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"expected a rank from 0 to {world_size - 1}; got {rank}.")
+        self.batch_atoms, self.batch_edges = batch_atoms, batch_edges
+        self.seed, self.rank, self.world_size, self.shuffle = seed, rank, world_size, shuffle
+        self.epoch = 0
+        self.start = 0
+        self._planned: tuple[int, list[list[int]]] | None = None
+        self._warn_of_large_structures()
+
+    @property
+    def sampler(self) -> BudgetSampler:
+        """This sampler, under the name by which Lightning looks for something with `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Number of batches of this rank in the whole epoch, the same for every rank."""
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self.start = self.start, 0
+        return iter(self._plan()[start:])
+
+    def _plan(self) -> list[list[int]]:
+        """The batches of this rank in this epoch."""
+        epoch = self.epoch if self.shuffle else 0
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = (epoch, self._make_plan(np.random.default_rng([self.seed, epoch])))
+        return self._planned[1]
+
+    def _make_plan(self, random: np.random.Generator) -> list[list[int]]:
+        if self.shuffle:
+            batches = self._filled(random.permutation(len(self._atoms)), _OPEN_BATCHES)
+        else:
+            batches = self._filled(np.arange(len(self._atoms)), 1)
+        ranks = self.world_size
+        self._split_until_divisible(batches)
+        while len(batches) % ranks:  # every batch is one structure
+            batches.append(batches[len(batches) % len(self._atoms)])
+        if not self.shuffle:
+            return batches[self.rank :: ranks]
+        costs = [self._cost(batch) for batch in batches]
+        ordered = [batches[place] for place in np.argsort(costs, kind="stable")]
+        steps = [ordered[first : first + ranks] for first in range(0, len(ordered), ranks)]
+        turns = [random.permutation(ranks) for _ in steps]  # no rank has the larger one always
+        return [steps[step][turns[step][self.rank]] for step in random.permutation(len(steps))]
+
+    def _filled(self, order: np.ndarray, open_batches: int) -> list[list[int]]:
+        """Put structures into batches in order: each into the first open one that has room."""
+        done: list[list[int]] = []
+        filling: list[tuple[list[int], int, int]] = []  # structures, room for atoms, room for edges
+        most_atoms, most_edges = self.batch_atoms, self.batch_edges or np.iinfo(np.int64).max
+        edges_of = self._edges if self._edges is not None else np.zeros_like(self._atoms)
+        for structure, atoms, edges in zip(
+            order.tolist(), self._atoms[order].tolist(), edges_of[order].tolist(), strict=True
+        ):
+            for place, (batch, room, edge_room) in enumerate(filling):
+                if atoms <= room and edges <= edge_room:
+                    batch.append(structure)
+                    filling[place] = (batch, room - atoms, edge_room - edges)
+                    break
+            else:
+                if atoms > most_atoms or edges > most_edges:
+                    if open_batches == 1:  # the order is kept: what came before is complete
+                        done += [batch for batch, _, _ in filling]
+                        filling = []
+                    done.append([structure])
+                    continue
+                if len(filling) == open_batches:
+                    fullest = min(range(len(filling)), key=lambda place: filling[place][1])
+                    done.append(filling.pop(fullest)[0])
+                filling.append(([structure], most_atoms - atoms, most_edges - edges))
+        return done + [batch for batch, _, _ in filling]
+
+    def _split_until_divisible(self, batches: list[list[int]]) -> None:
+        """Split the costliest batches in two until the ranks get equally many; the order of structures stays."""
+        while len(batches) % self.world_size:
+            divisible = [place for place, batch in enumerate(batches) if len(batch) > 1]
+            if not divisible:
+                return
+            place = max(divisible, key=lambda place: self._cost(batches[place]))
+            batch = batches[place]
+            costs = np.cumsum(self._costs[batch])
+            half = 1 + int(np.argmin(np.abs(costs[:-1] - costs[-1] / 2)))
+            batches[place : place + 1] = [batch[:half], batch[half:]]
+
+    def _cost(self, batch: list[int]) -> int:
+        return int(self._costs[batch].sum())
+
+    @property
+    def _costs(self) -> np.ndarray:
+        return self._atoms if self._edges is None else self._edges
+
+    def _warn_of_large_structures(self) -> None:
+        budgets = [("atoms", self._atoms, self.batch_atoms)]
+        if self.batch_edges and self._edges is not None:
+            budgets.append(("edges", self._edges, self.batch_edges))
+        for what, counts, most in budgets:
+            large = np.flatnonzero(counts > most)
+            if len(large):
+                others = f" (and {len(large) - 1} others)" if len(large) > 1 else ""
+                warnings.warn(
+                    f"structure {large[0]} (counted from 0) has {counts[large[0]]} {what}{others}, more than "
+                    f"training.batch_{what}={most}: it is a batch of its own.",
+                    stacklevel=3,
+                )
+
+
+class Structures(Protocol):
+    """What a loader needs of a data set."""
+
+    n_atoms: Int[np.ndarray, "S"]
+
+    def n_edges(self) -> Int[np.ndarray, "S"]:
+        """Return the number of edges of each structure."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Graph, Targets]: ...
+
+
+def loader(
+    dataset: Structures,
+    batch_atoms: int,
+    batch_edges: int = 0,
+    seed: int = 0,
+    shuffle: bool = False,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    start_method: str | None = None,
+) -> DataLoader[Any]:
+    """Return the batches of a data set: a `DataLoader` that gives (Graph, Targets) of several structures.
+
+    Its `batch_sampler` is a `BudgetSampler`. Edges are counted only where they matter, for `batch_edges` or for several
+    ranks; the first count takes about as long as one pass over the neighbour lists. No global random number is drawn.
+
+    Args:
+        dataset: structures with labels.
+        batch_atoms: most atoms in a batch.
+        batch_edges: most edges in a batch, 0 = no limit.
+        seed: of the order.
+        shuffle: whether to mix structures, differently in each epoch; else they keep their order.
+        workers: processes that prepare batches, 0 = this one.
+        rank: which of the ranks this is.
+        world_size: number of ranks.
+        start_method: how workers begin (fork, spawn or forkserver); None = Python's default.
+
+    Raises:
+        ValueError: the data set is empty or a budget is not positive.
+    """
+    n_edges = dataset.n_edges() if len(dataset) and (batch_edges or world_size > 1) else None
+    sampler = BudgetSampler(dataset.n_atoms, n_edges, batch_atoms, batch_edges, seed, rank, world_size, shuffle)
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate_pairs,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context=start_method if workers else None,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def collate_pairs(structures: Sequence[tuple[Graph, Targets]]) -> tuple[Graph, Targets]:
+    """Return several structures and their labels as one graph and one table."""
+    graphs, targets = zip(*structures, strict=True)
+    return collate(graphs), collate_targets(targets)
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:
