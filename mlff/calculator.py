@@ -144,7 +144,7 @@ class Calculator(AseCalculator):
 
 
 def _has_volume(atoms: Atoms) -> bool:
-    return bool(np.any(atoms.pbc)) and abs(atoms.cell.volume) > 0.0
+    return bool(np.any(atoms.pbc) and abs(atoms.cell.volume) > 0.0)
 
 
 def _same_conditions(one: Atoms, other: Atoms) -> bool:

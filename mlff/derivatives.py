@@ -16,7 +16,7 @@ Source: Fan et al., Phys. Rev. B 92, 094301 (2015), for the virial of many-body 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ from mlff.graph import BatchPrediction, Graph
 from mlff.sezm.potential import edge_vectors
 
 
+@runtime_checkable
 class Potential(Protocol):
     """Anything that gives the energies of atoms from a graph and its edge vectors."""
 

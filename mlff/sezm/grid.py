@@ -150,7 +150,7 @@ class GridNet(nn.Module):
             out = self.frame_contract(out)
         return out if self.residual_scale is None else out * self.residual_scale
 
-    def _product(self, left: Tensor, right: Tensor, scalars: Float[Tensor, "N F 2C"]) -> Tensor:
+    def _product(self, left: Tensor, right: Tensor, scalars: Float[Tensor, "N F W"]) -> Tensor:
         frames, channels = self.grid.frames, self.channels
         if self.product == "glu":
             return self.grid(left, right)
