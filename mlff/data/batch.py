@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -233,6 +233,7 @@ class BudgetSampler(Sampler[list[int]]):
                 )
 
 
+@runtime_checkable
 class Structures(Protocol):
     """What a loader needs of a data set."""
 
