@@ -36,7 +36,7 @@ def predict(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
     batch_atoms: int = 256,
-    batch_edges: int = 16_000,
+    batch_edges: int = 8_000,
 ) -> list[Prediction]:
     """Return energies, forces and stresses of structures, one `Prediction` for each, in their order.
 
@@ -49,7 +49,7 @@ def predict(
         device: "auto" is the GPU where there is one; a module stays where it is.
         dtype: float32 or float64; by default float32, or what the module has.
         batch_atoms: atoms evaluated together, at most.
-        batch_edges: directed edges evaluated together, at most.
+        batch_edges: directed edges evaluated together, at most. An edge takes about 0.03 MB with mini, 0.7 MB with pro.
 
     Raises:
         ValueError: the model has no weights or does not know an element (the message names structure and atom), a
