@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from mlff.atoms import LabelKeys
-from mlff.data.batch import loader
+from mlff.data.batch import BudgetSampler, loader
 from mlff.data.read import Dataset, read, split
 
 __all__ = ["StructureData", "loader"]
@@ -60,7 +60,7 @@ class StructureData(pl.LightningDataModule):
         self.batch_atoms, self.batch_edges = batch_atoms, batch_edges
         self.valid_fraction, self.seed, self.workers = valid_fraction, seed, workers
         self._sets: dict[str, Dataset] = {}
-        self._start = 0
+        self._place = (0, 0)  # epoch, and batches of it to leave out
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files, once.
@@ -99,7 +99,10 @@ class StructureData(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return shuffled batches of this rank."""
         batches = self._loader(self.train, shuffle=True)
-        batches.batch_sampler.start, self._start = self._start, 0  # type: ignore[union-attr]
+        sampler = cast(BudgetSampler, batches.batch_sampler)
+        # Lightning begins the first pass before it says which epoch it is.
+        sampler.epoch, sampler.start = self._place
+        self._place = (0, 0)
         return batches
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -111,25 +114,30 @@ class StructureData(pl.LightningDataModule):
         return self._loader(self.test, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many batches of the epoch have been trained on."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress if self.trainer is not None else None
-        done = 0 if progress is None or progress.is_last_batch else progress.current.completed
-        return {"batches_of_epoch": done, "seed": self.seed, "structures": len(self.train)}
+        """Return the place in the data: the epoch, and how many of its batches have been trained on."""
+        epoch = batches = 0
+        if self.trainer is not None:
+            loop: Any = self.trainer.fit_loop
+            epoch = max(0, loop.epoch_progress.current.started - 1)
+            batches = loop.epoch_loop.batch_progress.current.processed
+            if batches >= loop.max_batches:
+                epoch, batches = epoch + 1, 0
+        return {"epoch": epoch, "batches": batches, "seed": self.seed, "structures": len(self.train)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint stands.
+        """Go on at the place where a checkpoint stands.
 
         Raises:
-            ValueError: the checkpoint was written with another seed or another number of structures, so that the rest
-                of its epoch is not known.
+            ValueError: the checkpoint stands inside an epoch and was written with another seed or another number of
+                structures, so that the rest of its epoch is not known.
         """
         for name, now in (("seed", self.seed), ("structures", len(self.train))):
-            if state_dict[name] != now and state_dict["batches_of_epoch"]:
+            if state_dict[name] != now and state_dict["batches"]:
                 raise ValueError(
                     f"the checkpoint stands inside an epoch with {name} = {state_dict[name]}; now it is {now}. "
                     "Continue with the data and the seed of that run, or start afresh."
                 )
-        self._start = state_dict["batches_of_epoch"]
+        self._place = (state_dict["epoch"], state_dict["batches"])
 
     def _set(self, name: str) -> Dataset:
         self.setup()
