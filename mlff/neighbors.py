@@ -31,7 +31,8 @@ _MANY_ATOMS = 20_000
 _MOST_IMAGES = 1e6
 
 # Two atoms closer than this have no direction between them, so a model's forces would be NaN.
-_SAME_PLACE = 1e-6  # Å
+SAME_PLACE = 1e-6
+"""Å"""
 
 
 def neighbor_list(
@@ -61,8 +62,11 @@ def neighbor_list(
     positions, cell, periodic = _checked(positions, cell, pbc, cutoff)
     if len(positions) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 3))
-    cell = complete_cell(cell, periodic)
-    heights = 1.0 / np.linalg.norm(np.linalg.inv(cell), axis=0)  # between opposite faces of the cell, Å
+    if not periodic.any():
+        cell, heights = np.eye(3), np.full(3, np.inf)
+    else:
+        cell = complete_cell(cell, periodic)
+        heights = 1.0 / np.linalg.norm(np.linalg.inv(cell), axis=0)  # between opposite faces of the cell, Å
     images = np.prod(2.0 * np.ceil(cutoff / heights[periodic]) + 1.0)
     if images > _MOST_IMAGES:
         raise ValueError(
@@ -72,13 +76,8 @@ def neighbor_list(
     if len(positions) <= _FEW_ATOMS and np.all(heights[periodic] >= 2.0 * cutoff):
         senders, receivers, shifts, lengths = _all_pairs(positions, cell, periodic, cutoff)
     else:
-        search = vesin.NeighborList(
-            cutoff=cutoff, full_list=True, sorted=False, n_threads=1 if len(positions) < _MANY_ATOMS else 0
-        )
-        # vesin's vector is r_j + S @ cell - r_i: its i is our receiver.
-        receivers, senders, shifts, lengths = search.compute(positions, cell, periodic, "ijSd")
-        receivers, senders, shifts = receivers.astype(np.int64), senders.astype(np.int64), shifts.astype(np.int64)
-    if len(lengths) and lengths.min() < _SAME_PLACE:
+        senders, receivers, shifts, lengths = _grid(positions, cell, periodic, cutoff)
+    if len(lengths) and lengths.min() < SAME_PLACE:
         edge = int(lengths.argmin())
         one, other = sorted((int(receivers[edge]), int(senders[edge])))
         where = f"at {positions[one].tolist()} Å" if not shifts[edge].any() else "through a periodic image"
@@ -86,8 +85,7 @@ def neighbor_list(
             f"atoms {one} and {other} (counted from 0) are at the same place ({where}). "
             "Two atoms need different positions: remove the duplicate."
         )
-    order = _order(receivers, senders, shifts, len(positions))
-    return senders[order], receivers[order], shifts[order].astype(np.float64)
+    return senders, receivers, shifts
 
 
 def complete_cell(cell: Float[np.ndarray, "3 3"], pbc: Bool[np.ndarray, "3"]) -> Float[np.ndarray, "3 3"]:
@@ -149,11 +147,30 @@ def _all_pairs(
     A vector shorter than the cutoff then has fractional coordinates within ±1/2, so that rounding finds its image.
     """
     vectors = positions[None, :, :] - positions[:, None, :]  # [receiver, sender, 3]
-    shifts = np.where(periodic, -np.rint(vectors @ np.linalg.inv(cell)), 0.0)
-    lengths = np.linalg.norm(vectors + shifts @ cell, axis=-1)
-    np.fill_diagonal(lengths, np.inf)
-    receivers, senders = np.nonzero(lengths < cutoff)
-    return senders, receivers, shifts[receivers, senders].astype(np.int64), lengths[receivers, senders]
+    if periodic.any():
+        shifts = np.where(periodic, -np.rint(vectors @ np.linalg.inv(cell)), 0.0)
+        vectors += shifts @ cell
+    else:
+        shifts = np.zeros_like(vectors)
+    lengths = np.sqrt(np.einsum("rsi,rsi->rs", vectors, vectors))
+    near = lengths < cutoff
+    np.fill_diagonal(near, False)
+    receivers, senders = np.nonzero(near)  # in the order that was promised
+    return senders, receivers, shifts[near], lengths[near]
+
+
+def _grid(
+    positions: np.ndarray, cell: np.ndarray, periodic: np.ndarray, cutoff: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Find the edges among any number of atoms in any cell."""
+    search = vesin.NeighborList(
+        cutoff=cutoff, full_list=True, sorted=False, n_threads=1 if len(positions) < _MANY_ATOMS else 0
+    )
+    # vesin's vector is r_j + S @ cell - r_i: its i is our receiver.
+    receivers, senders, shifts, lengths = search.compute(positions, cell, periodic, "ijSd")
+    receivers, senders, shifts = receivers.astype(np.int64), senders.astype(np.int64), shifts.astype(np.int64)
+    order = _order(receivers, senders, shifts, len(positions))
+    return senders[order], receivers[order], shifts[order].astype(np.float64), lengths[order]
 
 
 def _order(receivers: np.ndarray, senders: np.ndarray, shifts: np.ndarray, n_atoms: int) -> np.ndarray:
