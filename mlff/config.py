@@ -50,6 +50,9 @@ class DataConfig:
     charge_key: str | None = _key(None, "name of the total charge (e); null = charge")
     spin_key: str | None = _key(None, "name of the spin multiplicity 2S+1; null = spin")
     valid_fraction: float = _key(0.1, "share of data.train kept for validation when data.valid is empty")
+    train_limit: int = _key(0, "structures of data.train used at most, evenly spaced; 0 = all")
+    valid_limit: int = _key(0, "as data.train_limit, for validation")
+    test_limit: int = _key(0, "as data.train_limit, for tests")
     workers: int = _key(0, "processes that prepare batches; 0 = the training process itself")
 
 
@@ -170,11 +173,22 @@ def read_config(arguments: Sequence[str], command: Command = "finetune") -> Conf
         command: `train` takes the preset's recipe for training from scratch, every other command that for fine-tuning.
 
     Raises:
-        ValueError: a word is not `key=value`, a key is unknown (the nearest right one is named), a value is of the wrong
+        ValueError: a word is not `key=value`, a key is unknown (the nearest right one is named), a value is of the
+        wrong
             type or out of range, or the key belongs to a part that this version does not have.
         FileNotFoundError: the file of `config=` is not there.
     """
-    line = _parse(arguments)
+    return make_config(_parse(arguments), command)
+
+
+def make_config(values: Mapping[str, Any], command: Command = "finetune") -> Config:
+    """Return the configuration of dotted keys and plain values, as `read_config` does of words.
+
+    Raises:
+        ValueError: a key is unknown, or a value is of the wrong type or out of range.
+        FileNotFoundError: the file of the key `config` is not there.
+    """
+    line = dict(values)
     path = _take(line, "config")
     file = _read_yaml(path) if path is not None else {}
     given = {**_flat(file), **line}
@@ -247,6 +261,23 @@ def help_text(command: Command, preset: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def continued(config: Config, folder: Path, command: Command) -> Config:
+    """Return the configuration of a run that is continued: what its config.yaml says, under what the user says now.
+
+    A key that the user does not give keeps the value it had when the run began, also where that was chosen by the
+    program.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        return config
+    now = _flat(to_mapping(config))
+    merged = {**_flat(_read_yaml(file)), **{key: now[key] for key in config.given}}
+    merged["output"] = str(folder)
+    result = dataclasses.replace(from_flat(merged), given=frozenset(merged))
+    check(result, command)
+    return result
+
+
 def about(preset: str) -> About:
     """Return what a preset says of itself.
 
@@ -312,7 +343,8 @@ def check(config: Config, command: Command) -> None:
     low, high = training.final_learning_rate, training.learning_rate
     _demand(0 <= low <= high, "training.final_learning_rate", f"0 to training.learning_rate = {high}", low)
     _demand(0 < config.data.valid_fraction < 1, "data.valid_fraction", "above 0, below 1", config.data.valid_fraction)
-    _demand(config.data.workers >= 0, "data.workers", "0 or more", config.data.workers)
+    for key in ("workers", "train_limit", "valid_limit", "test_limit"):
+        _demand(getattr(config.data, key) >= 0, f"data.{key}", "0 or more", getattr(config.data, key))
     for key in ("devices", "num_nodes", "log_every"):
         _demand(getattr(trainer, key) > 0, f"trainer.{key}", "more than 0", getattr(trainer, key))
     _check_mode(config.finetune.mode)
@@ -325,8 +357,8 @@ def check(config: Config, command: Command) -> None:
         raise ValueError("training.compile=true is not in this version; leave it out.")
     if config.elements.add:
         raise ValueError(
-            f"elements.add=[{','.join(config.elements.add)}] is not in this version; start from a preset that knows these "
-            "elements, or train one: mlff train model.elements=[…]."
+            f"elements.add=[{','.join(config.elements.add)}] is not in this version; start from a preset that knows "
+            "these elements, or train one: mlff train model.elements=[…]."
         )
 
 
@@ -366,10 +398,10 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _scalar(text: str) -> Any:
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+        holder = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException):
         return text  # not YAML, as *.xyz is not: then it is what it looks like
-    return value
+    return holder["value"]  # type: ignore[index, call-overload]
 
 
 def _read_yaml(path: Any) -> dict[str, Any]:

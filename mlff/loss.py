@@ -10,8 +10,8 @@ means the same for dense and for dilute matter; the weights 20, 20, 5 of the pub
 `kind="mse"` each absolute value or norm is squared; with `kind="huber"` it is replaced by Huber's function of it.
 
 A label that is missing, NaN or infinite adds neither to a sum nor to its count. It is left out before anything is
-computed from it: 0 · NaN is NaN, in the gradient too. If one component of a force or of a stress is missing, that atom's
-force or that structure's stress is. Everything here is float64.
+computed from it: 0 · NaN is NaN, in the gradient too. If one component of a force or of a stress is missing, that
+atom's force or that structure's stress is. Everything here is float64.
 
 Source: the terms are those with which DPA4 models are published (deepmd-kit's `ener` loss, kind `mae`, force norm).
 """

@@ -17,8 +17,8 @@ A parameter with more than two axes is a stack of matrices, each with its own st
 
 Nothing here makes the host wait for the device: norms, flags and factors stay tensors until somebody asks.
 
-Sources: Jordan et al., "Muon" (2024), for the iteration; Liu et al., arXiv:2502.16982, for the scale that matches AdamW's
-update; Amsel et al., arXiv:2505.16932 ("Polar Express"), for the coefficients of the rectangular route.
+Sources: Jordan et al., "Muon" (2024), for the iteration; Liu et al., arXiv:2502.16982, for the scale that matches
+AdamW's update; Amsel et al., arXiv:2505.16932 ("Polar Express"), for the coefficients of the rectangular route.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from mlff.config import TrainingConfig
 
 Route = Literal["adam", "adamw", "muon"]
 
-# Makes the root mean square of an orthogonal update that of an AdamW update, so that one learning rate serves all routes.
+# Makes the root mean square of an orthogonal update that of an AdamW update, so that one learning rate serves all
+# routes.
 MATCH_RMS = 0.18
 # Initial Magma score: an update starts at μ = 0.1 + 0.9 · 0.5 = 0.55.
 FIRST_SCORE = 0.5
@@ -51,8 +52,8 @@ _POLAR_EXPRESS = (
     (3.3184, -2.4885, 0.5100),
     (2.3007, -1.6689, 0.4188),
 )
-# Each triple is that of the polynomial in x/1.05: a little room, so that round-off cannot push a singular value past the
-# interval on which the polynomial converges.
+# Each triple is that of the polynomial in x/1.05: a little room, so that round-off cannot push a singular value past
+# the interval on which the polynomial converges.
 _RECTANGULAR_STEPS = tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _POLAR_EXPRESS)
 _RESTART_BEFORE = (
     2  # before the third step Q is applied and the Gram matrix computed anew, which keeps half precision safe
@@ -61,7 +62,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def route(parameter: Tensor) -> Route:
-    """Return the route of a parameter: its attribute `optimizer_route`, else by the number of its axes longer than one."""
+    """Return the route of a parameter: its `optimizer_route`, else by the number of its axes longer than one."""
     chosen = getattr(parameter, "optimizer_route", None)
     if chosen is not None:
         if chosen not in ("adam", "adamw", "muon"):
@@ -74,7 +75,7 @@ def route(parameter: Tensor) -> Route:
 
 
 def route_table(module: nn.Module) -> str:
-    """Return a printable table of the trainable parameters by route: how many tensors, how many numbers, which shapes."""
+    """Return a printable table of the parameters by route: how many tensors, how many numbers, what is done to them."""
     rows: dict[Route, list[Tensor]] = {"muon": [], "adamw": [], "adam": []}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -165,14 +166,14 @@ class HybridMuon(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by parameter; momenta have the shape of their parameter, whatever batch they are stepped in."""
+        """Return the state by parameter; momenta have the shape of their parameter, whatever batch they are in."""
         for place, group in enumerate(self.param_groups):
             if group["route"] == "muon":
                 for stack in self._stacks_of(place):
                     for parameter, momentum, score in stack.states():
                         self.state[parameter] = {"momentum": momentum, "score": score}
         state = super().state_dict()
-        for place, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             if group["route"] == "muon":
                 for parameter in group["params"]:
                     del self.state[parameter]
@@ -230,7 +231,7 @@ class HybridMuon(torch.optim.Optimizer):
 
 
 class _Stack:
-    """Matrices that are stepped together: same short side, same kind (square or not), long sides padded to the longest."""
+    """Matrices that are stepped together: one short side, all square or none, long sides padded to the longest."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -350,8 +351,8 @@ def agreement(momentum: Float[Tensor, "B m n"], gradient: Float[Tensor, "B m n"]
 def orthogonal(matrices: Float[Tensor, "B m n"], square: bool) -> Float[Tensor, "B m n"]:
     """Return nearly the semi-orthogonal matrix nearest to each matrix (m <= n): singular values go to about one.
 
-    Half precision on a GPU, the matrices' own precision on a CPU, which is slow at half precision. A matrix of zeros gives
-    zeros.
+    Half precision on a GPU, the matrices' own precision on a CPU, which is slow at half precision. A matrix of zeros
+    gives zeros.
     """
     return _orthogonal_square(matrices) if square else _orthogonal_rectangular(matrices)
 
@@ -434,7 +435,7 @@ class GradientGuard:
     _broken: Bool[Tensor, "P"] | None = None
 
     def clip(self, parameters: Sequence[nn.Parameter]) -> Float[Tensor, ""]:
-        """Scale gradients in place to at most `limit`; return their norm before that, as a float64 tensor on the device.
+        """Scale gradients in place to at most `limit`; return their norm before that, float64 on the device.
 
         Squares are summed in float64, so that gradients near the largest float32 do not overflow.
         """
@@ -471,7 +472,7 @@ class GradientGuard:
         names = [name for (name, _), broken in zip(named_parameters, self._broken.tolist(), strict=True) if broken]
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise FloatingPointError(
-            f"the gradient of {listed} became NaN or infinite, so training stops; the last checkpoint is older than that. "
+            f"the gradient of {listed} became NaN or infinite, so training stops; the last checkpoint is older. "
             "Lower training.learning_rate, or look for atoms that nearly coincide and for labels out of all proportion."
         )
 

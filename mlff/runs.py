@@ -21,8 +21,8 @@ METRICS_COLUMNS: tuple[str, ...] = (
 """Columns of metrics.csv: energies in eV/atom, forces in eV/Å, stress in eV/Å³; empty where there is nothing to say."""
 
 
-def choose_folder(config: Config, today: datetime.date | None = None) -> Path:
-    """Return the folder of a run without making it: `output`, or the next free runs/<preset>-<date>-<n>.
+def choose_folder(config: Config, today: datetime.date | None = None, kind: str = "") -> Path:
+    """Return the folder of a run without making it: `output`, or the next free runs/<kind><preset>-<date>-<n>.
 
     Raises:
         ValueError: `output` is a file, or it already holds a run and `resume=never`.
@@ -34,7 +34,7 @@ def choose_folder(config: Config, today: datetime.date | None = None) -> Path:
         if config.resume == "never" and (folder / "checkpoints" / "last.ckpt").exists():
             raise ValueError(f"output={folder} already holds a run; name another folder, or continue it: resume=auto.")
         return folder
-    name = config.preset or Path(config.weights or "model").stem
+    name = "-".join(part for part in (kind, config.preset or Path(config.weights or "model").stem) if part)
     date = (today or datetime.date.today()).isoformat()
     number = 1
     while (Path("runs") / f"{name}-{date}-{number}").exists():
@@ -62,12 +62,19 @@ def find_checkpoint(config: Config, folder: Path) -> Path | None:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that it is there whole or not at all: under another name beside it first, then moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{os.getpid()}.{path.name}")  # with its ending, by which some writers choose a format
     try:
         write(draft)
+        draft.chmod(0o666 & ~_umask())  # some writers make files that only the owner may read
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class MetricsFile:

@@ -1,7 +1,7 @@
 """Training with Lightning: the step, what is kept of a run, and the loop around them.
 
-One step is four lines: evaluate the potential with forces that can be differentiated again, compare with the labels, sum
-up the loss, let the optimiser move the weights. Around it:
+One step is four lines: evaluate the potential with forces that can be differentiated again, compare with the labels,
+sum up the loss, let the optimiser move the weights. Around it:
 
 - Training counts steps, not epochs. The loader is endless; the epoch is only a column of metrics.csv.
 - Validation, and everything that is written, uses the averaged weights, which live in a module of their own: the raw
@@ -13,29 +13,35 @@ up the loss, let the optimiser move the weights. Around it:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from mlff import optim
-from mlff.config import Config, TrainingConfig
+import mlff
+from mlff import checkpoint, evaluation, finetuning, optim, report
+from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.derivatives import evaluate
+from mlff.elements import SYMBOLS, atomic_number
+from mlff.evaluation import errors
 from mlff.graph import BatchPrediction, Graph, Targets
 from mlff.loss import ErrorSums, differences, loss, loss_terms
-from mlff.runs import MetricsFile, write_whole
+from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
+from mlff.sets import Sets
 
 Batch = tuple[Graph, Targets]
 
@@ -58,7 +64,8 @@ class Training(pl.LightningModule):
         self.config = config
         self.seed = seed
         self.average = optim.WeightAverage(potential, config.ema) if config.ema > 0 else None
-        self.averaged = None if self.average is None else self.average.module  # registered: moved and saved with the rest
+        # Registered as a module of its own, so that it is moved and saved with the rest.
+        self.averaged = None if self.average is None else self.average.module
         self.guard = optim.GradientGuard(config.gradient_clip)
         self.train_errors = ErrorSums(config.loss)
         self.valid_errors = ErrorSums(config.loss)
@@ -159,7 +166,8 @@ class EndlessBatches:
     """The batches of one epoch after another, without an end.
 
     Args:
-        loader: a loader over one epoch, whose `batch_sampler` has `set_epoch(epoch)` and `start`, the number of batches to
+        loader: a loader over one epoch, whose `batch_sampler` has `set_epoch(epoch)` and `start`, the number of
+        batches to
             leave out at the beginning of the next pass.
 
     Attributes:
@@ -235,7 +243,7 @@ class Records(Checkpoint):
         step = trainer.global_step
         self._seen_step = step
         if trainer.is_global_zero:
-            self._metrics = MetricsFile(self.folder / "metrics.csv", after_step=step if step > 0 else None)
+            self._metrics = MetricsFile(self.folder / "metrics.csv", after_step=step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write training errors every `log_every` steps; ask for a last validation when the steps are done."""
@@ -301,7 +309,7 @@ def _last_learning_rate(trainer: pl.Trainer, config: TrainingConfig) -> float:
 
 
 class Interrupt(Callback):
-    """Lets Ctrl-C and SIGTERM end a run in order: the step is finished, validated and saved. A second Ctrl-C ends it at once."""
+    """Lets Ctrl-C and SIGTERM end a run in order, validated and saved; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -314,7 +322,7 @@ class Interrupt(Callback):
             self.asked = True
             trainer.should_stop = True
             self._restore()
-            print("\nStopping after this step; the run is validated and saved. Again to leave at once.", file=sys.stderr)
+            print("\nStopping after this step, validating and saving. Again to leave at once.", file=sys.stderr)
 
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -361,7 +369,8 @@ class Progress(Callback):
         left = (now - self._start) / max(1, done) * (self.steps - trainer.global_step)
         loss_now = float(outputs["loss"]) if outputs is not None else math.nan
         self._show(
-            trainer, f"step {trainer.global_step}/{self.steps}  loss {loss_now:.4g}{self._valid}  {_duration(left)} left"
+            trainer,
+            f"step {trainer.global_step}/{self.steps}  loss {loss_now:.4g}{self._valid}  {_duration(left)} left",
         )
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
@@ -395,7 +404,9 @@ class Progress(Callback):
 
 def short_errors(values: dict[str, float]) -> str:
     """Return errors in a few words: meV/atom, meV/Å, GPa; a dash where there is no label."""
-    energy, forces, stress = (values.get(name, math.nan) for name in ("energy_mae_per_atom", "forces_mae", "stress_mae"))
+    energy, forces, stress = (
+        values.get(name, math.nan) for name in ("energy_mae_per_atom", "forces_mae", "stress_mae")
+    )
     parts = [
         f"E {1000 * energy:.4g} meV/atom" if math.isfinite(energy) else "E -",
         f"F {1000 * forces:.4g} meV/Å" if math.isfinite(forces) else "F -",
@@ -428,7 +439,8 @@ def fit(
     config: Config,
     folder: Path,
     save: Callable[[nn.Module, Path], object],
-    checkpoint: Path | None = None,
+    resume: Path | None = None,
+    first_values: dict[str, float] | None = None,
 ) -> Outcome:
     """Train, validate and save until the steps are done, validation no longer improves, or somebody interrupts.
 
@@ -439,17 +451,23 @@ def fit(
         config: the run; `training` and `trainer` are read.
         folder: the run's folder, which exists.
         save: writes a potential to a path.
-        checkpoint: where to continue from.
+        resume: a checkpoint to continue from.
+        first_values: loss and errors of the starting model on the validation set; later models must be better to be
+        kept.
 
     Raises:
         FloatingPointError: a gradient became NaN or infinite; the message names its parameters.
     """
     records = Records(folder, config.training, save, config.trainer.log_every)
+    if first_values is not None and resume is None:
+        records.best_loss, records.best_step, records.best_values = first_values["loss"], 0, dict(first_values)
     interrupt = Interrupt()
     training.batches = EndlessBatches(train_loader)
     loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
     with _precision(config.trainer.precision), _quiet():
-        loop.fit(training, training.batches, valid_loader, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+        loop.fit(
+            training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
+        )
     return Outcome(loop.global_step, records.best_step, records.best_values, interrupt.asked)
 
 
@@ -520,3 +538,197 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def finetune(
+    preset: str | None = None,
+    train: str | Sequence[str] = (),
+    valid: str | Sequence[str] = (),
+    test: str | Sequence[str] = (),
+    output: str | None = None,
+    **keys: Any,
+) -> Path:
+    """Fine-tune a preset, or other weights, on labelled structures; return the path of model.safetensors.
+
+        mlff.finetune(preset="mini", train="mine.xyz", output="runs/x", **{"training.steps": 200})
+
+    Args:
+        preset: name of a preset; or give `weights`.
+        train: file, folder, glob or list of them, in any format that ASE reads, and others; empty: the embedded data.
+        valid: the same; empty: a part of `train`.
+        test: the same; empty: no test.
+        output: folder of the run; None: runs/<preset>-<date>-<n>.
+        keys: any key of the command line, dotted.
+
+    Raises:
+        ValueError: a key, a file or a label is not what it should be; the message says which.
+        FileNotFoundError: a file is not there.
+    """
+    values: dict[str, Any] = dict(keys)
+    for name, value in (("preset", preset), ("output", output)):
+        if value is not None:
+            values[name] = value
+    for name, paths in (("train", train), ("valid", valid), ("test", test)):
+        if paths:
+            values[f"data.{name}"] = paths
+    return run(make_config(values, "finetune"), "finetune")
+
+
+def run(config: Config, command: Command = "finetune") -> Path:
+    """Do a whole run: open model and data, fit reference energies, train, judge, report. Return model.safetensors.
+
+    Everything that a user can get wrong is looked at before the folder of the run is made.
+
+    Args:
+        config: what to do.
+        command: `finetune` starts from trained weights where there are any, `train` never does.
+
+    Raises:
+        ValueError: a file, a label, an element or a key is not what it should be.
+        FileNotFoundError: a file is not there.
+        FloatingPointError: training diverged.
+    """
+    began = time.monotonic()
+    folder = choose_folder(config)
+    last = find_checkpoint(config, folder)
+    if last is not None:
+        config = continued(config, folder, command)
+    device = _device(config.trainer.accelerator)
+    start, sets = finetuning.open_start(config, command)
+    potential = start.potential.to(device)
+    finetuning.freeze(potential, config.finetune.mode)
+    say(start.note)
+    say(sets.describe())
+    if last is None:
+        config = finetuning.scaled(config, start, sets, device)
+    else:
+        say(f"Continuing {folder} from its last checkpoint.")
+    sets = sets.limited(config.data)
+    say(
+        "Fitting reference energies …"
+        if config.finetune.e0 in ("refit", "isolated")
+        else "Reference energies are given."
+    )
+    after, determined, remark = finetuning.fit_reference_energies(config, potential, sets, device)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    symbols = tuple(SYMBOLS[number] for number in potential.elements)
+    model = ModelConfig(**{**vars(potential.options), "elements": symbols})
+    config = dataclasses.replace(config, output=str(folder), model=model)
+    write_whole(folder / "config.yaml", lambda draft: write(config, draft))
+    say(f"Everything goes to {folder}.")
+
+    rows = finetuning.set_reference_energies(potential, after, determined, sets.train.elements)
+    write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
+    say("\n" + report.reference_energy_table(rows))
+    if remark:
+        say(remark)
+    before, values = sets.judge(potential, config, device)
+    stages = {"as loaded" if start.trained else "untrained": before}
+    if any(row.shift for row in rows):
+        shift = np.zeros(len(SYMBOLS))
+        for row in rows:
+            shift[atomic_number(row.element)] = row.shift
+        stages = {name: {part: old.shifted(-shift) for part, old in before.items()} for name in stages}
+        stages["new reference energies"] = before
+    say("\nBefore training:\n" + evaluation.table({name: errors(found) for name, found in before.items()}))
+
+    def save(module: nn.Module, path: Path) -> None:
+        checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
+
+    outcome = None
+    if last is None:
+        # The start is the best model so far: a training that improves nothing must not make it worse either.
+        write_whole(folder / "model.safetensors", lambda draft: save(potential, draft))
+        MetricsFile(folder / "metrics.csv").add(0, {f"valid_{name}": value for name, value in values.items()})
+    if config.training.steps > 0:
+        say("\n" + optim.route_table(potential) + "\n")
+        training = Training(potential, config.training, config.seed)
+        train_loader, valid_loader = sets.loaders(config)
+        outcome = fit(training, train_loader, valid_loader, config, folder, save, last, values)
+
+    best = checkpoint.load(folder / "model.safetensors", device=device)
+    name = "fine-tuned" if command == "finetune" and start.trained else "trained"
+    stages[name if config.training.steps > 0 else "written"], _ = sets.judge(best, config, device)
+    page = _report(folder, config, start, sets, stages, rows, outcome, time.monotonic() - began)
+    for set_name, found in page.stages.items():
+        say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
+    if outcome is not None and outcome.interrupted:
+        say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
+    say("\nWritten:")
+    for file, text in page.files.items():
+        say(f"  {folder / file}  {text}")
+    return folder / "model.safetensors"
+
+
+def say(text: str) -> None:
+    """Print a line for the user, at once."""
+    print(text, flush=True)
+
+
+def _device(accelerator: str) -> torch.device:
+    """The device that Lightning will choose for an accelerator."""
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if accelerator in ("gpu", "cuda"):
+        raise ValueError(
+            "trainer.accelerator=gpu needs a CUDA device; this machine shows none. Leave it out, or give cpu."
+        )
+    if accelerator == "mps":
+        raise ValueError("trainer.accelerator=mps cannot run this model, which sums energies in float64; give cpu.")
+    return torch.device("cpu")
+
+
+def _report(
+    folder: Path,
+    config: Config,
+    start: finetuning.Start,
+    sets: Sets,
+    stages: dict[str, dict[str, evaluation.Results]],
+    rows: list[report.ReferenceEnergy],
+    outcome: Outcome | None,
+    seconds: float,
+) -> report.Page:
+    """Write parity.png, curves.png and report.html; return what they show."""
+    names = list(stages)
+    before, after = stages[names[-2]], stages[names[-1]]
+    shown = "test" if "test" in after else "validation"
+    write_whole(folder / "parity.png", lambda draft: report.parity_plot(draft, after[shown], before[shown]))
+    write_whole(folder / "curves.png", lambda draft: report.curves_plot(draft, read_metrics(folder / "metrics.csv")))
+    old_groups, old_elements = evaluation.by_group(before[shown]), evaluation.by_element(before[shown])
+    facts = {
+        "start": start.note,
+        "data": sets.describe(),
+        "steps": f"{outcome.steps} of {config.training.steps}, best at {outcome.best_step}" if outcome else "0",
+        "batch": f"at most {config.training.batch_atoms} atoms",
+        "loss": f"energy {config.training.loss.energy:g}, forces {config.training.loss.forces:g}, "
+        f"stress {config.training.loss.stress:g}",
+        "optimiser": f"{config.training.optimizer}, learning rate {config.training.learning_rate:g}, "
+        f"{config.training.schedule}",
+        "time": _duration(seconds),
+        "written by": f"mlff {mlff.__version__}",
+    }
+    page = report.Page(
+        title=f"{config.preset or 'model'}: {folder.name}",
+        facts=facts,
+        stages={name: {stage: errors(found[name]) for stage, found in stages.items()} for name in after},
+        groups={name: (old_groups.get(name), found) for name, found in evaluation.by_group(after[shown]).items()},
+        elements={name: (old_elements.get(name), found) for name, found in evaluation.by_element(after[shown]).items()},
+        reference_energies=rows,
+        pictures={
+            f"Prediction against label, {shown} set": folder / "parity.png",
+            "Errors over steps": folder / "curves.png",
+        },
+        files={
+            "model.safetensors": "the best model by validation loss, averaged weights: mlff.Calculator(path)",
+            "report.html": "this run on one page",
+            "parity.png": "predictions against labels",
+            "curves.png": "errors over steps",
+            "metrics.csv": "errors over steps, as numbers",
+            "e0.csv": "reference energies",
+            "config.yaml": "every key; runs again as config=PATH",
+            **({"checkpoints/last.ckpt": "to continue from"} if outcome else {}),
+        },
+    )
+    write_whole(folder / "report.html", lambda draft: report.write_page(draft, page))
+    return page

@@ -1,0 +1,161 @@
+"""The command `mlff`: finetune, train, evaluate, presets. Keys are given as key=value; there are no flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlff import presets
+
+_COMMANDS = {
+    "finetune": "train a preset further on your structures: mlff finetune preset=mini data.train=mine.xyz",
+    "train": "train from scratch: mlff train preset=neo data.train=mine.xyz",
+    "evaluate": "errors on labelled structures: mlff evaluate weights=runs/x/model.safetensors data.test=test.xyz",
+    "presets": "list the presets",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code. A user's mistake is one sentence on stderr, and code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if words else 2
+    name, rest = words[0], words[1:]
+    if name in ("--version", "version"):
+        import mlff
+
+        print(f"mlff {mlff.__version__}")
+        return 0
+    actions: dict[str, Callable[[Sequence[str]], int]] = {
+        "finetune": finetune,
+        "train": train,
+        "evaluate": evaluate,
+        "presets": list_presets,
+    }
+    if name not in actions:
+        return _mistake(f"there is no command {name!r}; the commands are {', '.join(_COMMANDS)}.")
+    return actions[name](rest)
+
+
+def finetune(arguments: Sequence[str]) -> int:
+    """Fine-tune a preset or other weights."""
+    return _training(arguments, "finetune")
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a preset's architecture from scratch."""
+    return _training(arguments, "train")
+
+
+def _training(arguments: Sequence[str], command: str) -> int:
+    from mlff.config import read_config
+
+    if _asks_for_help(arguments, command):
+        return 0
+
+    def action() -> None:
+        config = read_config(arguments, command)  # type: ignore[arg-type]
+        # Some seconds pass until torch and Lightning are there: nobody should have to wonder.
+        print(f"mlff {command}: starting …", flush=True)
+        from mlff.training import run
+
+        run(config, command)  # type: ignore[arg-type]
+
+    return _guarded(action)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Print and write the errors of a model on labelled structures."""
+    from mlff.config import read_config
+
+    if _asks_for_help(arguments, "evaluate"):
+        return 0
+
+    def action() -> None:
+        config = read_config(arguments, "evaluate")
+        from mlff.report import evaluate_weights
+
+        evaluate_weights(config)
+
+    return _guarded(action)
+
+
+def list_presets(arguments: Sequence[str] = ()) -> int:
+    """Print a table of the presets."""
+    from mlff import config
+
+    def action() -> None:
+        if arguments:
+            raise ValueError(f"mlff presets takes no keys; got {' '.join(arguments)}.")
+        rows = [("preset", "parameters", "elements", "trained on", "errors", "licence", "weights")]
+        for name in presets.names():
+            about = config.about(name)
+            path = presets.weights_path(name)
+            _, elements = config.preset_options(name)
+            rows.append(
+                (
+                    name,
+                    f"{about.parameters:,}",
+                    "H-Og" if len(elements) == 118 else " ".join(elements),
+                    about.trained_on or "-",
+                    about.errors or "-",
+                    about.licence,
+                    _where(path, about.weights),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = [
+                f"{cell:>{width}s}" if column == 1 else f"{cell:{width}s}"
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+
+    return _guarded(action)
+
+
+def _where(path: Path | None, weights: dict[str, str] | None) -> str:
+    if path is not None:
+        return str(path)
+    return weights["url"] if weights else "none yet"
+
+
+def _help() -> str:
+    lines = ["usage: mlff COMMAND key=value …", ""]
+    lines += [f"  {name:10s} {text}" for name, text in _COMMANDS.items()]
+    return "\n".join([*lines, "", "mlff COMMAND --help lists the keys with their defaults and units."])
+
+
+def _asks_for_help(arguments: Sequence[str], command: str) -> bool:
+    if not any(word in ("-h", "--help", "help") for word in arguments):
+        return False
+    from mlff.config import help_text
+
+    preset = next((word.removeprefix("preset=") for word in arguments if word.startswith("preset=")), None)
+    print(f"usage: mlff {command} key=value …\n\n{help_text(command, preset)}")  # type: ignore[arg-type]
+    return True
+
+
+def _guarded(action: Callable[[], None]) -> int:
+    """Run an action; what a user can mend is a sentence, what only we can mend keeps its traceback."""
+    try:
+        action()
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, FloatingPointError) as error:
+        return _mistake(str(error))
+    except KeyboardInterrupt:
+        print("\nmlff: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def _mistake(text: str) -> int:
+    print(f"mlff: {text}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The structures of a run: which files, how they are split, and the batches in which they are seen.
+
+Without `data.train` a run uses the data set that comes with the package.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mlff import evaluation, presets
+from mlff.atoms import LabelKeys
+from mlff.config import Config, DataConfig
+from mlff.data.batch import loader
+from mlff.data.dataset import Dataset
+from mlff.data.read import read, require_labels, split
+from mlff.elements import names
+from mlff.evaluation import Results
+from mlff.loss import ErrorSums
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The structures of a run."""
+
+    train: Dataset
+    valid: Dataset
+    test: Dataset | None
+    source: str  # what they are, in a few words
+
+    def describe(self) -> str:
+        """Return one line for the screen: how many structures, which elements."""
+        parts = [f"{len(self.train)} structures to train on", f"{len(self.valid)} for validation"]
+        if self.test is not None:
+            parts.append(f"{len(self.test)} for tests")
+        return f"Data: {self.source}; {', '.join(parts)}; elements {names(self.train.elements)}."
+
+    def limited(self, config: DataConfig) -> Sets:
+        """Return evenly spaced parts of the sets, as `train_limit`, `valid_limit` and `test_limit` say."""
+        test = self.test if self.test is None else limited(self.test, config.test_limit)
+        return Sets(limited(self.train, config.train_limit), limited(self.valid, config.valid_limit), test, self.source)
+
+    def judge(
+        self, potential: nn.Module, config: Config, device: torch.device
+    ) -> tuple[dict[str, Results], dict[str, float]]:
+        """Return predictions and labels of validation and test set, and loss and errors of the former."""
+        sums = ErrorSums(config.training.loss)
+        results = {"validation": predict(potential, self.valid, config, device, "validation", sums)}
+        if self.test is not None:
+            results["test"] = predict(potential, self.test, config, device, "test")
+        return results, sums.compute()
+
+    def loaders(self, config: Config) -> tuple[Any, Any]:
+        """Return the shuffled batches of the training set and the batches of the validation set."""
+        atoms, edges = config.training.batch_atoms, config.training.batch_edges
+        workers, seed = config.data.workers, config.seed
+        return (
+            loader(self.train, atoms, edges, seed=seed, shuffle=True, workers=workers),
+            loader(self.valid, atoms, edges, seed=seed, shuffle=False, workers=workers),
+        )
+
+
+def limited(dataset: Dataset, limit: int) -> Dataset:
+    """Return at most so many structures, evenly spaced; 0 means all."""
+    if not 0 < limit < len(dataset):
+        return dataset
+    return dataset.subset(np.linspace(0, len(dataset) - 1, limit).round().astype(int))
+
+
+def predict(
+    potential: nn.Module,
+    dataset: Dataset,
+    config: Config,
+    device: torch.device,
+    name: str,
+    sums: ErrorSums | None = None,
+) -> Results:
+    """Return predictions and labels of a data set, showing how far it is when that takes a while."""
+    shown = time.monotonic()
+
+    def progress(done: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > 5.0:
+            shown = time.monotonic()
+            print(f"evaluating {name}: {done} of {len(dataset)} structures", file=sys.stderr, flush=True)
+
+    batches = loader(dataset, config.training.batch_atoms, config.training.batch_edges)
+    return evaluation.predict(potential, batches, device, progress, sums)
+
+
+EMBEDDED = "acetylcysteine.h5"
+"""The embedded data set that a run without `data.train` uses."""
+
+
+def open_sets(config: Config, cutoff: float, elements: tuple[int, ...] | None) -> Sets:
+    """Read the data of a run; without `elements`, those of the training set are what validation and test may have.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: a file cannot be read, an element is unknown, or a label that the loss needs is nowhere.
+    """
+    data, keys = config.data, label_keys(config.data)
+    if data.train:
+        paths = {"train": data.train, "valid": data.valid, "test": data.test}
+        source = ", ".join(data.train)
+    else:
+        file = presets.data_path(EMBEDDED)
+        paths = {"train": (f"{file}::train",), "valid": data.valid or (f"{file}::valid",)}
+        paths["test"] = data.test or (f"{file}::test",)
+        source = "the embedded set (N-acetylcysteine, GFN2-xTB)"
+    train = read(paths["train"], cutoff, elements, keys)
+    if not len(train):
+        raise ValueError(f"data.train={','.join(paths['train'])} holds no structure; it needs at least one.")
+    known = elements if elements is not None else train.elements
+    if paths["valid"]:
+        valid = read(paths["valid"], cutoff, known, keys)
+    else:
+        if len(train) < 2:
+            raise ValueError(
+                "data.train holds one structure and data.valid is empty; give a second one, or data.valid."
+            )
+        train, valid = split(train, data.valid_fraction, config.seed)
+        known = elements if elements is not None else known
+    test = read(paths["test"], cutoff, known, keys) if paths["test"] else None
+    loss = config.training.loss
+    wanted = [name for name in ("energy", "forces") if getattr(loss, name) > 0]
+    if loss.stress > 0 and {"training.loss.stress", "data.stress_key", "data.virial_key"} & config.given:
+        wanted.append("stress")  # by default its weight is not zero, and molecules have none
+    require_labels(train, wanted, keys)
+    return Sets(train, valid, test, source)
+
+
+def open_test(config: Config, cutoff: float, elements: tuple[int, ...]) -> Dataset:
+    """Read `data.test` for a model that is judged; without it, the embedded test set.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: a file cannot be read, an element is unknown, or there are neither energies nor forces.
+    """
+    paths = config.data.test or (f"{presets.data_path(EMBEDDED)}::test",)
+    dataset = limited(read(paths, cutoff, elements, label_keys(config.data)), config.data.test_limit)
+    if not len(dataset):
+        raise ValueError(f"data.test={','.join(paths)} holds no structure; it needs at least one.")
+    return dataset
+
+
+def label_keys(data: DataConfig) -> LabelKeys:
+    """Return the names under which labels are looked for; what is not set keeps the reader's default."""
+    chosen = {
+        "energy": data.energy_key,
+        "forces": data.forces_key,
+        "stress": data.stress_key,
+        "virial": data.virial_key,
+        "charge": data.charge_key,
+        "spin": data.spin_key,
+    }
+    return LabelKeys(stress_unit=data.stress_unit, **{name: key for name, key in chosen.items() if key is not None})
