@@ -99,15 +99,14 @@ def test_strongly_skewed_cell():
 
 
 def test_ra8_seventy_eight_neighbours_in_fcc_copper():
-    for atoms in ase.io.read(FILES / "fcc_cu_sizes.extxyz", index=":"):
+    for atoms in ase.io.iread(FILES / "fcc_cu_sizes.extxyz", index=":"):
         _, receivers, _ = neighbor_list(atoms.positions, atoms.cell.array, atoms.pbc, 6.0)
         assert np.bincount(receivers, minlength=len(atoms)).tolist() == [78] * len(atoms)
 
 
 def test_ra1_the_vectors_of_wrapped_and_unwrapped_atoms_agree():
-    wrapped, unwrapped = ase.io.read(FILES / "wrapped_unwrapped.extxyz", index=":")
     lists = []
-    for atoms in (wrapped, unwrapped):
+    for atoms in ase.io.iread(FILES / "wrapped_unwrapped.extxyz", index=":"):
         senders, receivers, shifts = neighbor_list(atoms.positions, atoms.cell.array, atoms.pbc, 5.0)
         vectors = atoms.positions[senders] + shifts @ atoms.cell.array - atoms.positions[receivers]
         rows = np.column_stack([receivers, senders, vectors])
@@ -148,11 +147,11 @@ WATER = np.array([[0.0, 0, 0.4], [0, 0.76, -0.2], [0, -0.76, -0.2]])
     ],
 )
 def test_ra9_empty_space_costs_nothing(positions, cell, pbc):
-    def seconds(*arguments):
+    def seconds(positions, cell, pbc):
         durations = []
         for _ in range(5):
             start = time.perf_counter()
-            neighbor_list(*arguments, 6.0)
+            neighbor_list(positions, cell, pbc, 6.0)
             durations.append(time.perf_counter() - start)
         return min(durations)
 
