@@ -14,12 +14,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from ase import Atoms
 from ase.units import GPa
+from jaxtyping import Float
 
 from mlff.elements import SYMBOLS, names
 from mlff.graph import Graph, Targets
@@ -55,11 +56,13 @@ def graph_from_atoms(
 ) -> Graph:
     """Return one structure as a graph on the CPU, edges up to `cutoff` (Å).
 
-    A cell without any periodic axis is ignored. Total charge and spin come from `atoms.info`, spin vectors from an array
-    "spins" of shape (N, 3). `elements` are the atomic numbers that the model knows, `where` names the structure in errors.
+    A cell without any periodic axis is ignored. Total charge and spin come from `atoms.info`, spin vectors from an
+    array "spins" of shape (N, 3). `elements` are the atomic numbers that the model knows, `where` names the structure
+    in errors.
 
     Raises:
-        ValueError: an element is not among `elements`, or the neighbour list refuses the geometry; `where` is named.
+        ValueError: an element is not among `elements`, the neighbour list refuses the geometry, or charge, spin or
+            spins are no numbers; `where` is named.
     """
     keys = keys or LabelKeys()
     numbers = np.asarray(atoms.numbers, dtype=np.int64)
@@ -71,7 +74,8 @@ def graph_from_atoms(
         senders, receivers, shifts = neighbor_list(positions, cell, pbc, cutoff)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from error
-    spins = atoms.arrays.get("spins")
+    charge, spin = charge_and_spin(atoms, keys, where)
+    spins = spins_of(atoms, where)
     return Graph(
         positions=torch.from_numpy(positions),
         numbers=torch.from_numpy(numbers),
@@ -81,9 +85,9 @@ def graph_from_atoms(
         shifts=torch.from_numpy(shifts),
         cell=torch.from_numpy(cell.copy())[None],
         pbc=torch.from_numpy(pbc.copy())[None],
-        charge=torch.tensor([float(atoms.info.get(keys.charge, 0.0))], dtype=torch.float64),
-        spin=torch.tensor([float(atoms.info.get(keys.spin, 0.0))], dtype=torch.float64),
-        spins=None if spins is None else torch.tensor(np.asarray(spins, dtype=np.float64).reshape(-1, 3)),
+        charge=torch.tensor([charge], dtype=torch.float64),
+        spin=torch.tensor([spin], dtype=torch.float64),
+        spins=None if spins is None else torch.from_numpy(spins),
     )
 
 
@@ -104,22 +108,89 @@ def targets_from_atoms(atoms: Atoms, keys: LabelKeys | None = None, index: int =
     """Return the labels of one structure; what is missing is NaN.
 
     Raises:
-        ValueError: a label has the wrong number of entries, or the unit of the stress is unknown; `where` is named.
+        ValueError: a label has the wrong number of entries or is infinite, or the unit of the stress is unknown;
+            `where` is named.
     """
     keys = keys or LabelKeys()
+    labels = labels_from_atoms(atoms, keys, where)
+    warn_of_large_stress(labels.stress[None], keys, where or "a structure")
+    return Targets(
+        energy=torch.tensor([labels.energy], dtype=torch.float64),
+        forces=torch.from_numpy(labels.forces),
+        stress=torch.from_numpy(labels.stress)[None],
+        weight=torch.tensor([labels.weight], dtype=torch.float64),
+        group=(labels.group,),
+        index=torch.tensor([index]),
+    )
+
+
+class Labels(NamedTuple):
+    """The labels of one structure as plain numbers; what is missing is NaN."""
+
+    energy: float  # eV
+    forces: Float[np.ndarray, "N 3"]  # eV/Å
+    stress: Float[np.ndarray, "3 3"]  # eV/Å³
+    weight: float
+    group: str
+
+
+def labels_from_atoms(atoms: Atoms, keys: LabelKeys, where: str = "") -> Labels:
+    """Return the labels of one structure as numpy arrays.
+
+    A stress means nothing where no axis is periodic, so it counts as missing there.
+
+    Raises:
+        ValueError: as for `targets_from_atoms`.
+    """
     count = len(atoms)
     energy = _numbers(atoms, keys.energy, "energy", 1, where)
     forces = _numbers(atoms, keys.forces, "forces", 3 * count, where)
-    weight = atoms.info.get(keys.weight, 1.0)
-    group = atoms.info.get(keys.group, atoms.info.get("group", ""))
-    return Targets(
-        energy=torch.full((1,), np.nan, dtype=torch.float64) if energy is None else torch.tensor(energy),
-        forces=torch.tensor(np.full((count, 3), np.nan) if forces is None else forces.reshape(count, 3)),
-        stress=torch.tensor(_stress(atoms, keys, where))[None],
-        weight=torch.tensor([float(weight)], dtype=torch.float64),
-        group=(str(group),),
-        index=torch.tensor([index]),
+    return Labels(
+        energy=float("nan") if energy is None else float(energy[0]),
+        forces=np.full((count, 3), np.nan) if forces is None else forces.reshape(count, 3),
+        stress=_stress(atoms, keys, where),
+        weight=_condition(atoms, keys.weight, 1.0, where),
+        group=str(atoms.info.get(keys.group, atoms.info.get("group", ""))),
     )
+
+
+def charge_and_spin(atoms: Atoms, keys: LabelKeys, where: str = "") -> tuple[float, float]:
+    """Return total charge and spin multiplicity from `atoms.info`, 0 when not given.
+
+    Raises:
+        ValueError: one of them is not a number; `where` is named.
+    """
+    return _condition(atoms, keys.charge, 0.0, where), _condition(atoms, keys.spin, 0.0, where)
+
+
+def warn_of_large_stress(stress: Float[np.ndarray, "S 3 3"], keys: LabelKeys, where: str) -> None:
+    """Warn once where a stress is larger than materials hold and its unit was not declared."""
+    known = np.abs(stress[np.isfinite(stress)])
+    largest = known.max(initial=0.0)
+    if keys.stress_unit == "eV/A^3" and largest > LARGE_STRESS:
+        others = " or ".join(unit for unit in STRESS_UNITS if unit != "eV/A^3")
+        warnings.warn(
+            f"{where}: a stress of {largest:.4g} is taken as eV/Å³, which would be {largest / GPa:.4g} GPa. "
+            f"If it is in another unit, say so with data.stress_unit={others}.",
+            stacklevel=3,
+        )
+
+
+def spins_of(atoms: Atoms, where: str = "") -> Float[np.ndarray, "N 3"] | None:
+    """Return the spin vectors of an array "spins", or None where there is none.
+
+    Raises:
+        ValueError: the array does not hold three numbers for each atom; `where` is named.
+    """
+    spins = atoms.arrays.get("spins")
+    if spins is None:
+        return None
+    if np.shape(spins) != (len(atoms), 3):
+        raise ValueError(
+            f"{where or 'structure'}: the array 'spins' has the shape {np.shape(spins)}; expected {(len(atoms), 3)}, "
+            "a vector for each atom."
+        )
+    return np.array(spins, dtype=np.float64)
 
 
 def label_names(atoms: Atoms) -> list[str]:
@@ -140,24 +211,17 @@ def matrix_from_voigt(voigt: np.ndarray) -> np.ndarray:
 
 
 def _stress(atoms: Atoms, keys: LabelKeys, where: str) -> np.ndarray:
-    """Stress in eV/Å³, from a stress or a virial label; NaN where there is neither."""
+    """Stress in eV/Å³, from a stress or a virial label; NaN where there is neither, or no periodic axis."""
     if keys.stress_unit not in STRESS_UNITS:
         raise ValueError(f"stress_unit must be one of {', '.join(STRESS_UNITS)}; got {keys.stress_unit!r}")
-    values = _numbers(atoms, keys.stress, "stress", (6, 9), where)
-    if values is not None:
-        stress = matrix_from_voigt(values) * STRESS_UNITS[keys.stress_unit]
-        if keys.stress_unit == "eV/A^3" and np.nanmax(np.abs(stress), initial=0) > LARGE_STRESS:
-            warnings.warn(
-                f"{where or 'a structure'} has a stress of {np.nanmax(np.abs(stress)):.3g} eV/Å³ "
-                f"({np.nanmax(np.abs(stress)) / GPa:.3g} GPa); if it is in another unit, set data.stress_unit to "
-                f"{' or '.join(unit for unit in STRESS_UNITS if unit != 'eV/A^3')}",
-                stacklevel=3,
-            )
-        return stress
+    volume = abs(atoms.cell.volume) if atoms.pbc.any() else 0.0
+    if volume == 0.0:
+        return np.full((3, 3), np.nan)
+    stress = _numbers(atoms, keys.stress, "stress", (6, 9), where)
+    if stress is not None and not np.isnan(stress).all():
+        return matrix_from_voigt(stress) * STRESS_UNITS[keys.stress_unit]
     virial = _numbers(atoms, keys.virial, "virial", (6, 9), where)
-    if virial is not None and atoms.pbc.any() and abs(atoms.cell.volume) > 0:
-        return -matrix_from_voigt(virial) / abs(atoms.cell.volume)
-    return np.full((3, 3), np.nan)
+    return np.full((3, 3), np.nan) if virial is None else -matrix_from_voigt(virial) / volume
 
 
 def _numbers(atoms: Atoms, key: str, label: str, size: int | tuple[int, ...], where: str) -> np.ndarray | None:
@@ -166,7 +230,7 @@ def _numbers(atoms: Atoms, key: str, label: str, size: int | tuple[int, ...], wh
     if value is None:
         return None
     try:
-        values = np.asarray(value, dtype=np.float64).reshape(-1)
+        values = np.array(value, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where or 'structure'}: {label} under {key!r} is not numeric; got {value!r}") from error
     sizes = size if isinstance(size, tuple) else (size,)
@@ -175,7 +239,24 @@ def _numbers(atoms: Atoms, key: str, label: str, size: int | tuple[int, ...], wh
             f"{where or 'structure'}: {label} under {key!r} has {values.size} numbers; expected "
             f"{' or '.join(map(str, sizes))} for {len(atoms)} atoms"
         )
+    if np.isinf(values).any():
+        raise ValueError(
+            f"{where or 'structure'}: {label} under {key!r} is infinite. Remove the structure, or write nan for a "
+            "label that is not known."
+        )
     return values
+
+
+def _condition(atoms: Atoms, key: str, default: float, where: str) -> float:
+    """Return one number from `info`."""
+    value = atoms.info.get(key, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise ValueError(f"{where or 'structure'}: {key!r} is {value!r}; expected one number.")
+    return number
 
 
 def _stored(atoms: Atoms, key: str) -> Any:
