@@ -282,7 +282,9 @@ def scaled(config: Config, start: Start, sets: Sets, device: torch.device) -> Co
 
     - Without a GPU a step is timed, and steps, batch and sets are cut so that the run ends within some five minutes.
     - An untrained model learns at the rate for training from scratch, and faster in a run that is much shorter than
-    one. - The average of weights must be shorter than the run: its decay is at most 1 - 10/steps.
+      one.
+    - The average of weights must be shorter than the run: its decay is at most 1 - 10/steps.
+    - Without any label for stress its weight is 0.
     """
     free = {
         key for key in ("training.steps", "training.batch_atoms", "training.learning_rate") if key not in config.given
@@ -321,6 +323,9 @@ def scaled(config: Config, start: Start, sets: Sets, device: torch.device) -> Co
         training = dataclasses.replace(training, learning_rate=rate)
     if "training.ema" not in config.given and training.ema > 0 and training.steps > 0:
         training = dataclasses.replace(training, ema=min(training.ema, max(0.0, 1.0 - 10.0 / training.steps)))
+    if training.loss.stress > 0 and not sets.train.has_label("stress"):
+        # Molecules have none. What is written says so: a run that is continued, or run again, asks for no more.
+        training = dataclasses.replace(training, loss=dataclasses.replace(training.loss, stress=0.0))
     return dataclasses.replace(config, training=training, data=data)
 
 
