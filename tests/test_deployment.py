@@ -94,33 +94,48 @@ def test_rp1_everything_that_a_training_run_writes_loads_safely(potential: SeZM,
 
 # R-P2: from a GPU to a machine without one
 
+WITHOUT_A_GPU = """
+import sys, torch, mlff
+from ase.build import molecule
+model, data, output = sys.argv[1:]
+assert not torch.cuda.is_available()
+atoms = molecule("CH3CH2OH")
+atoms.calc = mlff.Calculator(model)
+print("energy", repr(atoms.get_potential_energy()))
+quiet = {"trainer.logger": "csv", "finetune.e0": "keep"}
+mlff.finetune(weights=model, train=data, valid=data, output=output, **{"training.steps": 4, **quiet})  # goes on
+mlff.finetune(weights=model, train=data, valid=data, output=output + "-new", **{"training.steps": 1, **quiet})
+"""
 
-@pytest.mark.gpu
-def test_rp2_saved_on_a_gpu_used_without_one(potential: SeZM, tmp_path: Path) -> None:
-    device = f"cuda:{torch.cuda.device_count() - 1}"  # the last, cuda:1 where there are two
-    model = laws.noisy(potential).to(torch.float32).to(device)
-    path = mlff.save(model, tmp_path / "model.safetensors")
-    expected = Calculator(model).potential
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_rp2_trained_on_a_gpu_used_without_one(device: str, potential: SeZM, tmp_path: Path) -> None:
+    """Calculator, going on with a run, and fine-tuning, in a process that sees no GPU. On "cpu": that they work."""
+    last_gpu = f"cuda:{torch.cuda.device_count() - 1}"  # cuda:1 where there are two
+    place = "cpu" if device == "cpu" else last_gpu
+    model = laws.noisy(potential).to(torch.float32).to(place)
+    path, data, output = tmp_path / "model.safetensors", str(DATA / "new_element_train.extxyz"), str(tmp_path / "run")
+    mlff.save(model, path)
     atoms = molecule("CH3CH2OH")
-    atoms.calc = Calculator(expected)
-    program = (
-        "import sys, torch, mlff\nfrom ase.build import molecule\n"
-        "assert not torch.cuda.is_available()\n"
-        "atoms = molecule('CH3CH2OH')\natoms.calc = mlff.Calculator(sys.argv[1])\n"
-        "print(repr(atoms.get_potential_energy()))\n"
-        "mlff.finetune(weights=sys.argv[1], train=sys.argv[2], valid=sys.argv[2], output=sys.argv[3],\n"
-        "    **{'training.steps': 1, 'trainer.logger': 'csv'})\n"
-    )
-    arguments = [str(path), str(DATA / "new_element_train.extxyz"), str(tmp_path / "run")]
+    atoms.calc = Calculator(model)
+    keys = {"training.steps": 2, "trainer.logger": "csv", "finetune.e0": "keep", "trainer.accelerator": device}
+    mlff.finetune(weights=str(path), train=data, valid=data, output=output, **keys)
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", WITHOUT_A_GPU, str(path), data, output],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         check=True,
         capture_output=True,
         text=True,
     )
-    assert abs(float(done.stdout.splitlines()[0]) - atoms.get_potential_energy()) < 1e-5 * len(atoms)
-    assert (tmp_path / "run" / "model.safetensors").is_file()
+    energy = re.search(r"^energy (.*)$", done.stdout, re.MULTILINE)
+    assert energy is not None
+    assert abs(float(energy[1]) - atoms.get_potential_energy()) < 1e-5 * len(atoms)
+    assert f"Continuing {output}" in done.stdout
+    for folder in (output, output + "-new"):
+        assert Path(folder, "model.safetensors").is_file()
+    last = torch.load(Path(output, "checkpoints", "last.ckpt"), weights_only=True, map_location="cpu")
+    assert last["global_step"] == 4
 
 
 # R-P4: one model in two precisions
