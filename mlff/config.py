@@ -350,7 +350,10 @@ def check(config: Config, command: Command) -> None:
     _check_mode(config.finetune.mode)
     _check_e0(config.finetune.e0)
     if trainer.strategy in ("zero1", "fsdp"):
-        raise ValueError(f"trainer.strategy={trainer.strategy} is not in this version; use trainer.strategy=ddp.")
+        raise ValueError(f"trainer.strategy={trainer.strategy} is not in this version; use auto.")
+    for key in ("devices", "num_nodes"):
+        if getattr(trainer, key) > 1:
+            raise ValueError(f"trainer.{key}={getattr(trainer, key)}: this version trains on one device; leave it out.")
     if trainer.precision == "bf16":
         raise ValueError("trainer.precision=bf16 is not in this version; use fp32, or tf32 on a GPU.")
     if training.compile:

@@ -418,9 +418,14 @@ def warmup_steps(config: TrainingConfig) -> int:
     return round(config.warmup * config.steps) if config.warmup < 1 else round(config.warmup)
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: TrainingConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a scheduler that sets all groups to `learning_rate`; to be stepped after each update."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, config) / config.learning_rate)
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> None:
+    """Give all groups the `learning_rate` of a step.
+
+    Being a function of the step alone, it needs no state of its own, and a run that is continued with another recipe
+    follows the new one at once.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config)
 
 
 @dataclass

@@ -38,7 +38,7 @@ from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued,
 from mlff.derivatives import evaluate
 from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
-from mlff.graph import BatchPrediction, Graph, Targets
+from mlff.graph import Graph, Targets
 from mlff.loss import ErrorSums, differences, loss, loss_terms
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
@@ -95,20 +95,17 @@ class Training(pl.LightningModule):
         """Make what is random in this step a function of seed, batch and process."""
         torch.manual_seed((self.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
 
-    def configure_optimizers(self) -> Any:
-        """Return the optimiser over the trained parameters, and its schedule by steps."""
-        optimizer = optim.build_optimizer([value for _, value in self.trained], self.config)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": optim.schedule(optimizer, self.config), "interval": "step"},
-        }
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimiser over the trained parameters."""
+        return optim.build_optimizer([value for _, value in self.trained], self.config)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip the gradients of a whole optimiser step."""
         self.guard.clip([value for _, value in self.trained])
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Move the weights, then their average."""
+        """Move the weights at the learning rate of this step, then their average."""
+        optim.set_learning_rate(optimizer, self.trainer.global_step, self.config)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.average is not None:
             self.average.update(self.potential)
@@ -137,9 +134,10 @@ class Training(pl.LightningModule):
         """As validation."""
         self.on_validation_epoch_end()
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> BatchPrediction:
-        """Return energies, forces and stresses of a batch."""
-        return evaluate(self.judged, batch[0])
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return energies, forces and stresses of a batch by name, since Lightning cannot move a frozen dataclass."""
+        prediction = evaluate(self.judged, batch[0])
+        return {name: value for name, value in vars(prediction).items() if value is not None}
 
     def _judge(self, batch: Batch) -> None:
         graph, targets = batch
