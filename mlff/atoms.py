@@ -6,7 +6,8 @@ Labels are looked for where ASE puts them, in the attached calculator's results 
     stress     eV/Å³, six (Voigt xx yy zz yz xz xy) or nine numbers, positive when the structure pulls inwards
     virial     eV, nine numbers, = -V stress
 
-A stress in another unit is declared by `stress_unit`; VASP's kilobar have the opposite sign.
+A stress in another unit is declared by `stress_unit`; VASP's kilobar have the opposite sign. Under "energy", ASE gives
+VASP's energy extrapolated to zero smearing; the forces are derivatives of the one under "free_energy".
 """
 
 from __future__ import annotations

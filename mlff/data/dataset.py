@@ -296,6 +296,16 @@ class Dataset:
         values = getattr(self._frames, label)
         return bool(np.isfinite(values[self._atoms_chosen() if label == "forces" else self._indices]).any())
 
+    def label_counts(self) -> dict[str, int]:
+        """Return how many structures have an energy, forces on all of their atoms, and a whole stress."""
+        frames = self._frames
+        gaps = np.concatenate(([0], np.cumsum(~np.isfinite(frames.forces).all(1))))[frames.offsets]
+        return {
+            "energy": int(np.isfinite(frames.energy[self._indices]).sum()),
+            "forces": int((np.diff(gaps)[self._indices] == 0).sum()),
+            "stress": int(np.isfinite(frames.stress[self._indices]).all((1, 2)).sum()),
+        }
+
     def subset(self, indices: Sequence[int] | Int[np.ndarray, "K"]) -> Dataset:
         """Return some of the structures as a data set that shares their memory."""
         chosen = np.asarray(indices, np.int64)

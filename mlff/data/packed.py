@@ -66,23 +66,14 @@ def write_packed(path: str | Path, groups: Iterable[PackedGroup], attributes: Ma
         ValueError: positions are not on the grid of `position_scale` (they must be rounded before they are labelled),
             an array has the wrong shape, or a number does not fit into its type.
     """
-    with h5py.File(path, "w", libver="latest") as file:
-        _set_attributes(file, {**attributes, "format": FORMAT, "version": VERSION})
-        for count, group in enumerate(groups):
-            key = group.key or f"{count:06d}"
-            _check(group, key)
-            target = file.create_group(key)
-            _set_attributes(target, {**group.attributes, "name": group.name})
-            _put(target, "numbers", _fitting(group.numbers, np.uint8, f"{key}: numbers"))
-            _put(target, "positions", _on_grid(group, key), group.position_scale)
-            for label, scale in (("forces", group.force_scale), ("stress", group.stress_scale)):
-                values = getattr(group, label)
-                if values is not None:
-                    _put(target, label, _fixed(np.asarray(values, np.float64), scale, f"{key}: {label}"), scale)
-            for label, dtype in _PLAIN.items():
-                values = getattr(group, label)
-                if values is not None:
-                    _put(target, label, _fitting(values, dtype, f"{key}: {label}"))
+    try:
+        with h5py.File(path, "w", libver="latest") as file:
+            _set_attributes(file, {**attributes, "format": FORMAT, "version": VERSION})
+            for count, group in enumerate(groups):
+                _write_group(file, group.key or f"{count:06d}", group)
+    except BaseException:
+        Path(path).unlink(missing_ok=True)  # half a file would be read as a whole one
+        raise
 
 
 def read_packed(path: str | Path, splits: Collection[str] | None = None) -> Iterator[PackedGroup]:
@@ -90,7 +81,7 @@ def read_packed(path: str | Path, splits: Collection[str] | None = None) -> Iter
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no HDF5 file of this format, or has no such split.
+        ValueError: the file is no HDF5 file of this format, is damaged, or has no such split.
     """
     try:
         file = h5py.File(path, "r")
@@ -104,15 +95,22 @@ def read_packed(path: str | Path, splits: Collection[str] | None = None) -> Iter
                 f"{path} is an HDF5 file, but not of the format {FORMAT!r} (mlff/data/packed.py describes it). "
                 "Convert it, for example to extended XYZ."
             )
-        if file.attrs["version"] != VERSION:
-            raise ValueError(f"{path} has version {file.attrs['version']} of its format; this program reads {VERSION}.")
+        version = file.attrs.get("version")
+        if version != VERSION:
+            raise ValueError(f"{path} has version {version} of its format; this program reads {VERSION}.")
         split_of = {key: str(_text(group.attrs.get("split", ""))) for key, group in file.items()}
         if unknown := set(splits or ()) - set(split_of.values()):
             known = ", ".join(sorted(set(split_of.values()) - {""})) or "none"
             raise ValueError(f"{path} has no split {', '.join(sorted(unknown))!r}; it has {known}.")
         for key, group in file.items():
             if splits is None or split_of[key] in splits:
-                yield _read_group(key, group)
+                try:
+                    read = _read_group(key, group)
+                except (KeyError, OSError) as error:
+                    raise ValueError(
+                        f"{path}, group {key} is damaged: {error}. Fetch or write the file anew."
+                    ) from error
+                yield read
 
 
 # Stored as they are, with their types.
@@ -126,6 +124,22 @@ _PLAIN = {
 }
 
 
+def _write_group(file: Any, key: str, group: PackedGroup) -> None:
+    _check(group, key)
+    target = file.create_group(key)
+    _set_attributes(target, {**group.attributes, "name": group.name})
+    _put(target, "numbers", _fitting(group.numbers, np.uint8, f"{key}: numbers"))
+    _put(target, "positions", _on_grid(group, key), group.position_scale)
+    for label, scale in (("forces", group.force_scale), ("stress", group.stress_scale)):
+        values = getattr(group, label)
+        if values is not None:
+            _put(target, label, _fixed(np.asarray(values, np.float64), scale, f"{key}: {label}"), scale)
+    for label, dtype in _PLAIN.items():
+        values = getattr(group, label)
+        if values is not None:
+            _put(target, label, _fitting(values, dtype, f"{key}: {label}"))
+
+
 def _read_group(key: str, group: Any) -> PackedGroup:
     def scaled(name: str) -> np.ndarray | None:
         if name not in group:
@@ -136,8 +150,8 @@ def _read_group(key: str, group: Any) -> PackedGroup:
         return values
 
     positions = scaled("positions")
-    if positions is None or "numbers" not in group:
-        raise ValueError(f"{group.file.filename}, group {key}: numbers or positions are not there.")
+    if positions is None:
+        raise KeyError("it has no positions")
     return PackedGroup(
         numbers=group["numbers"][()],
         positions=positions,
@@ -152,6 +166,8 @@ def _read_group(key: str, group: Any) -> PackedGroup:
 
 
 def _check(group: PackedGroup, key: str) -> None:
+    if np.ndim(group.positions) != 3:
+        raise ValueError(f"group {key}: positions need the shape (frames, atoms, 3), not {np.shape(group.positions)}.")
     frames, atoms = np.shape(group.positions)[:2]
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "numbers": ((atoms,),),
@@ -193,7 +209,8 @@ def _fixed(values: np.ndarray, scale: float, what: str) -> np.ndarray:
 
 def _fitting(values: Any, dtype: type, what: str) -> np.ndarray:
     values = np.asarray(values)
-    converted = values.astype(dtype)
+    with np.errstate(invalid="ignore"):  # what does not fit is found below
+        converted = values.astype(dtype)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(converted, values):
         span = f"from {values.min()} to {values.max()}"
         raise ValueError(f"group {what} do not fit into {np.dtype(dtype)}: they reach {span}.")

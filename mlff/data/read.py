@@ -132,11 +132,10 @@ def _sources(path: str) -> Iterator[tuple[Path, str]]:
             raise FileNotFoundError(f"no file or folder matches {name!r} (looked from {Path.cwd()}).")
         hint = f" Frames are chosen as {name.replace('@', '::')!r}." if "@" in name else ""
         raise FileNotFoundError(f"there is no file or folder {name!r} (looked from {Path.cwd()}).{hint}")
-    seen: set[Path] = set()
+    folders = {match for match in matches if match.is_dir()}
     for match in matches:
-        for source in _in_folder(match) if match.is_dir() else [match]:
-            if source.resolve() not in seen:  # a glob such as data/** matches a folder and what is in it
-                seen.add(source.resolve())
+        if folders.isdisjoint(match.parents):  # else found in its folder: a glob such as data/** matches both
+            for source in _in_folder(match) if match in folders else [match]:
                 yield source, choice
 
 
