@@ -474,8 +474,8 @@ def copper() -> SeZM:
         atoms.positions += generator.normal(size=(4, 3)) * generator.uniform(0.02, 0.2)
         atoms.calc = EMT()
         atoms.get_forces()  # EMT computes the stress with them, and the labels are taken from its results
-        frames.append((graph_from_atoms(atoms, 5.0), targets_from_atoms(atoms)))
-    options = SMALL | {"rcut": 5.0}
+        frames.append((graph_from_atoms(atoms, 4.5), targets_from_atoms(atoms)))
+    options = SMALL | {"lmax": 1, "rcut": 4.5}  # shells of neighbours end at 4.41 Å: atoms cross the cutoff
     model = SeZM.from_options(options, ["Cu"], seed=1).train()
     model.get_buffer("reference_energies")[0] = float(np.mean([t.energy.item() / 4 for _, t in frames]))
     steps = 500
