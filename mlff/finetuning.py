@@ -157,8 +157,8 @@ def fit_reference_energies(
     if config.finetune.e0 in ("refit", "isolated"):
         dataset = sets.train
         if config.finetune.e0 == "refit":
-            # A least-squares fit of a few numbers gains nothing from more structures than this.
-            dataset = limited(dataset, 32 if device.type == "cpu" and "training.steps" not in config.given else 2000)
+            # A least-squares fit of a few numbers gains nothing from more structures than this; on a CPU time counts.
+            dataset = limited(dataset, config.data.valid_limit if device.type == "cpu" else 2000)
         batches = loader(dataset, config.training.batch_atoms, config.training.batch_edges)
         data = unexplained(potential, batches, device)
     return new_reference_energies(potential, config.finetune.e0, data)
@@ -268,8 +268,8 @@ def set_reference_energies(
 
 
 FASTEST = 0.01
-"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å: 592, 446,
-257 at 0.0005, 0.005, 0.015 for nano (100 steps of three structures); 434, 446 at 0.005, 0.015 for pro (40 steps of one)."""
+"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å at rates of
+0.0005, 0.005 and 0.015: nano (100 steps of three structures) 592, 446, 257; pro (40 steps of one) -, 434, 446."""
 
 TRAIN_SECONDS = 180.0
 VALID_SECONDS = 10.0
@@ -321,8 +321,10 @@ def scaled(config: Config, start: Start, sets: Sets, device: torch.device) -> Co
         faster = math.sqrt(recipe.steps / max(1, training.steps))
         rate = max(recipe.learning_rate, min(FASTEST, recipe.learning_rate * faster))
         training = dataclasses.replace(training, learning_rate=rate)
+    # An average over more than some 4 % of a run still holds weights from before the learning rate fell: on 2,000
+    # steps, over 500 of them, it had five times the force error of the weights themselves.
     if "training.ema" not in config.given and training.ema > 0 and training.steps > 0:
-        training = dataclasses.replace(training, ema=min(training.ema, max(0.0, 1.0 - 10.0 / training.steps)))
+        training = dataclasses.replace(training, ema=min(training.ema, max(0.0, 1.0 - 25.0 / training.steps)))
     if training.loss.stress > 0 and not sets.train.has_label("stress"):
         # Molecules have none. What is written says so: a run that is continued, or run again, asks for no more.
         training = dataclasses.replace(training, loss=dataclasses.replace(training.loss, stress=0.0))
@@ -334,16 +336,16 @@ def _seconds(potential: SeZM, item: tuple[Graph, Targets], config: Config) -> tu
     trial = copy.deepcopy(potential)
     optimizer = optim.build_optimizer(trial.parameters(), config.training)
     graph, targets = item
-    times = [0.0, 0.0, 0.0]
-    for _ in range(2):  # the first one also pays for what is set up once
+    times = [math.inf, math.inf, math.inf]
+    for _ in range(3):  # the first also pays for what is set up once, and others may be using the machine
         clock = time.perf_counter()
         found = differences(evaluate(trial, graph, create_graph=True), targets, graph)
         loss(loss_terms(found, config.training.loss), config.training.loss).backward()
-        times[0] = time.perf_counter() - clock
+        times[0] = min(times[0], time.perf_counter() - clock)
         clock = time.perf_counter()
         optimizer.step()
-        times[1] = time.perf_counter() - clock
+        times[1] = min(times[1], time.perf_counter() - clock)
         clock = time.perf_counter()
         evaluate(trial, graph)
-        times[2] = time.perf_counter() - clock
+        times[2] = min(times[2], time.perf_counter() - clock)
     return times[0], times[1], times[2]

@@ -39,7 +39,13 @@ class Sets:
         parts = [f"{len(self.train)} structures to train on", f"{len(self.valid)} for validation"]
         if self.test is not None:
             parts.append(f"{len(self.test)} for tests")
-        return f"Data: {self.source}; {', '.join(parts)}; elements {names(self.train.elements)}."
+        lines = [f"Data: {self.source}; {', '.join(parts)}; elements {names(self.train.elements)}."]
+        counts = self.train.label_counts()
+        wanted = {name: count for name, count in counts.items() if 0 < count < len(self.train)}
+        if wanted:
+            listed = ", ".join(f"{name} in {count} of {len(self.train)}" for name, count in wanted.items())
+            lines.append(f"Labels that are missing or NaN are left out: there is {listed} training structures.")
+        return "\n".join(lines)
 
     def limited(self, config: DataConfig) -> Sets:
         """Return evenly spaced parts of the sets, as `train_limit`, `valid_limit` and `test_limit` say."""
