@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
 from mlff.elements import SYMBOLS, names
 from mlff.graph import Graph, Targets
@@ -28,7 +28,7 @@ class Frames:
     """Structures one after the other. S structures with A atoms in all; a label that is missing is NaN."""
 
     sizes: Int[np.ndarray, "S"]  # atoms of each structure
-    numbers: Int[np.ndarray, "A"]  # atomic numbers, uint8
+    numbers: UInt8[np.ndarray, "A"]  # atomic numbers
     positions: Float[np.ndarray, "A 3"]  # Å
     cell: Float[np.ndarray, "S 3 3"]  # Å, zeros where no axis is periodic
     pbc: Bool[np.ndarray, "S 3"]

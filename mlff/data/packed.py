@@ -98,20 +98,23 @@ def read_packed(path: str | Path, splits: Collection[str] | None = None) -> Iter
         version = file.attrs.get("version")
         if version != VERSION:
             raise ValueError(f"{path} has version {version} of its format; this program reads {VERSION}.")
-        split_of = {key: str(_text(group.attrs.get("split", ""))) for key, group in file.items()}
-        if unknown := set(splits or ()) - set(split_of.values()):
-            known = ", ".join(sorted(set(split_of.values()) - {""})) or "none"
-            raise ValueError(f"{path} has no split {', '.join(sorted(unknown))!r}; it has {known}.")
+        seen: set[str] = set()
         for key, group in file.items():
-            if splits is None or split_of[key] in splits:
+            split = _text(group.attrs.get("split", ""))
+            seen.add(split)
+            if splits is None or split in splits:
                 try:
                     read = _read_group(key, group)
                 except (KeyError, OSError) as error:
-                    raise ValueError(
-                        f"{path}, group {key} is damaged: {error}. Fetch or write the file anew."
-                    ) from error
+                    raise ValueError(f"{path}, group {key} is damaged: {error}. Fetch or write it anew.") from error
                 yield read
+        if unknown := set(splits or ()) - seen:
+            known = ", ".join(sorted(seen - {""})) or "none"
+            raise ValueError(f"{path} has no split {', '.join(sorted(unknown))!r}; it has {known}.")
 
+
+# Stored as whole numbers times a scale.
+_FIXED = ("positions", "forces", "stress")
 
 # Stored as they are, with their types.
 _PLAIN = {
@@ -141,27 +144,28 @@ def _write_group(file: Any, key: str, group: PackedGroup) -> None:
 
 
 def _read_group(key: str, group: Any) -> PackedGroup:
-    def scaled(name: str) -> np.ndarray | None:
-        if name not in group:
-            return None
-        whole = group[name][()]
-        values = whole * float(group[name].attrs["scale"])
-        values[whole == np.iinfo(whole.dtype).min] = np.nan
-        return values
-
-    positions = scaled("positions")
-    if positions is None:
-        raise KeyError("it has no positions")
+    arrays: dict[str, np.ndarray] = {}
+    scales: dict[str, float] = {}
+    for name, stored in group.items():
+        values = stored[()]
+        if name in _FIXED:
+            scales[name] = float(stored.attrs["scale"])
+            missing = values == np.iinfo(values.dtype).min
+            values = np.where(missing, np.nan, values * scales[name])
+        arrays[name] = values
+    attributes = {name: _text(value) for name, value in group.attrs.items()}
     return PackedGroup(
-        numbers=group["numbers"][()],
-        positions=positions,
-        forces=scaled("forces"),
-        stress=scaled("stress"),
-        name=_text(group.attrs.get("name", "")),
+        numbers=arrays["numbers"],
+        positions=arrays["positions"],
+        forces=arrays.get("forces"),
+        stress=arrays.get("stress"),
+        name=attributes.pop("name", ""),
         key=key,
-        attributes={name: _text(value) for name, value in group.attrs.items() if name != "name"},
-        position_scale=float(group["positions"].attrs["scale"]),
-        **{name: group[name][()] for name in _PLAIN if name in group},
+        attributes=attributes,
+        position_scale=scales["positions"],
+        force_scale=scales.get("forces", PackedGroup.force_scale),
+        stress_scale=scales.get("stress", PackedGroup.stress_scale),
+        **{name: arrays[name] for name in _PLAIN if name in arrays},
     )
 
 
