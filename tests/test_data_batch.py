@@ -113,7 +113,8 @@ def test_rt10_a_structure_over_the_budget_is_a_batch_of_its_own():
     dataset = read(FILES / "sizes_2_3_5_40_4.extxyz", cutoff=3.0)
     for shuffle in (False, True):
         with pytest.warns(
-            UserWarning, match=r"structure 3 .* has 40 atoms, more than training.batch_atoms=32"
+            UserWarning,
+            match=r"structure 3 .*sizes_2_3_5_40_4.extxyz, frame 3\) has 40 atoms, more than training.batch_atoms=32",
         ) as caught:
             batches = loader(dataset, batch_atoms=32, shuffle=shuffle)
             taken = [targets.index.tolist() for _, targets in batches]
@@ -124,7 +125,7 @@ def test_rt10_a_structure_over_the_budget_is_a_batch_of_its_own():
 
 
 def test_edges_over_the_budget_are_warned_about_too():
-    with pytest.warns(UserWarning, match=r"structure 1 .* has 90 edges \(and 1 others\).*batch_edges=50"):
+    with pytest.warns(UserWarning, match=r"structure 1 .* has 90 edges, .*batch_edges=50.*1 more are too large"):
         (plan,) = plans([2, 3, 4], [10, 90, 91], batch_atoms=10, batch_edges=50)
     assert sorted(plan) == [[0], [1], [2]]
 
@@ -160,6 +161,7 @@ def test_the_ranks_of_a_step_have_similar_work():
     parts = plans(sizes, edges, 4, batch_atoms=20)
     work = np.array([[edges[batch].sum() for batch in plan] for plan in parts])  # [rank, step]
     idle = 1 - work.sum() / (4 * work.max(axis=0).sum())
+    np.testing.assert_allclose(work.sum(axis=1) / work.sum(axis=1).mean(), 1.0, atol=0.1)
     assert idle < 0.1  # at random, three of four wait for a dense batch: 0.3
     assert len(set(work.argmax(axis=0).tolist())) == 4  # and not always the same one is the last
 
@@ -168,7 +170,37 @@ def test_the_ranks_of_a_step_have_similar_work():
 def test_fewer_structures_than_ranks(shuffle):
     parts = plans([4, 5, 6], None, 8, batch_atoms=100, shuffle=shuffle)
     assert [len(plan) for plan in parts] == [1] * 8
-    assert set(seen(itertools.chain(*parts))) == {0, 1, 2}
+    indices = seen(itertools.chain(*parts))
+    assert {index % 3 for index in indices} == {0, 1, 2}
+    if not shuffle:  # what comes again is counted from the end
+        assert [index for index in indices if index >= 0] == [0, 1, 2]
+        assert len(indices) == 8
+
+
+def test_rt10_only_one_rank_warns():
+    with pytest.warns(UserWarning, match="40 atoms") as caught:
+        plans([2, 40, 3], None, 4, batch_atoms=32)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch_atoms", [4, 8, 12, 100])
+def test_rt18_each_structure_is_counted_once_over_the_ranks(ranks, batch_atoms):
+    """Labels of six structures, of which some come twice so that every rank has as many batches."""
+    dataset = read(FILES / "sizes_4_and_8.extxyz", cutoff=3.0)
+    labelled, lengths = [], set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 8 atoms are more than 4
+        for rank in range(ranks):
+            batches = list(loader(dataset, batch_atoms, rank=rank, world_size=ranks))
+            lengths.add(len(batches))
+            for graph, targets in batches:
+                assert targets.index.min() >= 0
+                present = targets.energy.isfinite()
+                assert torch.equal(targets.forces.isfinite().all(1), present[graph.structure])
+                labelled += targets.index[present].tolist()
+    assert len(lengths) == 1
+    assert sorted(labelled) == list(range(6))
 
 
 def test_rt5_going_on_in_the_middle_of_an_epoch():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import pickle
+import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import cast
@@ -19,6 +24,7 @@ from mlff.data.read import read
 
 FILES = Path(__file__).parent / "data"
 SIZES = FILES / "sizes_4_and_8.extxyz"  # six structures of 4 or 8 atoms
+SIZES_5 = FILES / "sizes_2_3_5_40_4.extxyz"
 EMBEDDED = Path(__file__).parents[1] / "presets" / "data" / "acetylcysteine.h5"
 
 
@@ -103,10 +109,80 @@ def test_rt5_a_resumed_run_sees_the_rest_of_the_epoch(tmp_path):
         assert resumed.shown == whole.shown[step:], f"from step {step}"
 
 
-def test_a_checkpoint_of_other_data_is_refused():
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("seed", 4, "seed = 4; now it is 0"),
+        ("structures", 7, "structures = 7; now it is 6"),
+        ("batch_atoms", 64, "batch_atoms = 64; now it is 128"),
+        ("batch_edges", 9, "batch_edges = 9; now it is 0"),
+        ("ranks", 2, "ranks = 2; now it is 1"),
+    ],
+)
+def test_a_checkpoint_of_other_data_is_refused(name, value, words):
     data = StructureData(read(SIZES, 3.0), valid=read(SIZES, 3.0))
-    with pytest.raises(ValueError, match="structures = 7; now it is 6"):
-        data.load_state_dict({"epoch": 1, "batches": 3, "seed": 0, "structures": 7})
+    place = {**data.state_dict(), "epoch": 1, name: value}
+    data.load_state_dict({**place, "batches": 0})  # where an epoch begins, nothing depends on the last one
+    with pytest.raises(ValueError, match=words):
+        data.load_state_dict({**place, "batches": 3})
+
+
+def test_rt2_two_ranks_take_the_same_steps_and_validate_each_structure_once(tmp_path):
+    """Two processes that wait for each other at every step (gloo), two epochs: five structures, one in a batch."""
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(SIZES_5), str(rank)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    steps = [len(one["train"]) for one in told]
+    assert steps == [6, 6]
+    for epoch in (slice(0, 3), slice(3, 6)):
+        assert set(itertools.chain(*told[0]["train"][epoch], *told[1]["train"][epoch])) == {0, 1, 2, 3, 4}
+    assert [one["validated"] for one in told] == [[0, 2, 4], [1, 3]]
+    assert told[0]["sum"] == told[1]["sum"] == 5.0
+
+
+# Every step adds over the ranks: a rank with more steps than the other would wait for ever.
+TWO_RANKS = """
+import json, sys, warnings
+import torch
+from mlff.data.batch import loader
+from mlff.data.read import read
+
+warnings.simplefilter("ignore")
+file, rank = sys.argv[1], int(sys.argv[2])
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+dataset = read(file, cutoff=3.0)
+train = loader(dataset, batch_atoms=2, shuffle=True, rank=rank, world_size=2)
+shown = []
+for epoch in range(2):
+    train.batch_sampler.set_epoch(epoch)
+    for number, (graph, targets) in enumerate(train):
+        torch.distributed.all_reduce(targets.energy.sum())
+        shown.append(targets.index.tolist())
+    assert number + 1 == len(train)
+validated, counted = [], torch.zeros(())
+for graph, targets in loader(dataset, batch_atoms=2, rank=rank, world_size=2):
+    known = targets.energy.isfinite()
+    validated += targets.index[known].tolist()
+    counted += known.sum()
+torch.distributed.all_reduce(counted)
+print(json.dumps({"train": shown, "validated": validated, "sum": counted.item()}))
+torch.distributed.destroy_process_group()
+"""
 
 
 # Other processes

@@ -35,7 +35,7 @@ def test_rt7_underdetermined_from_scratch_takes_the_smallest():
     assert fitted.residual < 1e-8
     assert not fitted.determined.any()
     assert fitted.rank == 1
-    for words in ("H, O", "1 independent compositions for 2 elements", "smallest sum of squares"):
+    for words in ("H, O", "rank 1", "H and O occur only in the ratio 2 : 1.", "smallest sum of squares"):
         assert words in fitted.warning
 
 
@@ -59,7 +59,23 @@ def test_what_the_data_fix_does_not_depend_on_the_start():
         assert fitted.determined.tolist() == [False, False, True]
         assert fitted.after[2] == pytest.approx(-5.0, abs=1e-9)
         assert "H, C one by one" in fitted.warning
+        assert "rank 2" in fitted.warning
+        assert "H and C occur only in the ratio 4 : 1." in fitted.warning
         np.testing.assert_allclose(counts @ fitted.after, energies, atol=1e-9)
+
+
+def test_the_warning_says_which_elements_hang_together():
+    """Na, Cl and K in NaCl and KCl alone have one number left open among three; H and O in one ratio another."""
+    counts = np.array([[1.0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 3, 6], [0, 0, 0, 2, 4], [2, 2, 0, 0, 0]])
+    fitted = reference_energies(counts, np.arange(5.0), None, (11, 17, 19, 1, 8))
+    assert fitted.rank == 3
+    assert not fitted.determined.any()
+    assert "Na, Cl and K occur only in combinations that leave them open; H and O occur only in the ratio 1 : 2." in (
+        fitted.warning
+    )
+    assert (
+        "element 3 and element 4 occur only in the ratio 1 : 2." in reference_energies(counts, np.arange(5.0)).warning
+    )
 
 
 def test_elements_that_do_not_occur_keep_their_value():
@@ -112,6 +128,8 @@ def test_table_shows_what_occurs():
 def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"\(2, 2\), \(3,\) and \(2,\)"):
         reference_energies(np.ones((2, 2)), np.ones(3))
+    with pytest.raises(ValueError, match="not per atom"):
+        reference_energies(np.array([[2 / 3, 1 / 3]]), np.array([-4.7]))
     with pytest.raises(ValueError, match="must be finite"):
         reference_energies(np.ones((2, 2)), np.array([1.0, np.inf]))
 

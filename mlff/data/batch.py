@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,7 +80,9 @@ class BudgetSampler(Sampler[list[int]]):
     order.
 
     A structure above a budget is a batch of its own, with one warning. Where the number of batches is no multiple of
-    the number of ranks, the largest are split. Where every batch is a single structure already, some are seen twice.
+    the number of ranks, the largest are split. Where every batch is a single structure already, some come twice; with
+    `shuffle` under their index, without it under index - S, counted from the end as Python does it, so that whoever
+    averages over structures can tell.
 
     Args:
         n_atoms: atoms of each structure.
@@ -89,6 +93,7 @@ class BudgetSampler(Sampler[list[int]]):
         rank: which of the ranks this is.
         world_size: number of ranks.
         shuffle: whether to mix structures, differently in each epoch.
+        place: gives a structure's name for the warning, as file and frame; None = its index says enough.
 
     Attributes:
         epoch: whose batches come next.
@@ -110,6 +115,7 @@ class BudgetSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        place: Callable[[int], str] | None = None,
     ) -> None:
         self._atoms = np.asarray(n_atoms, dtype=np.int64)
         self._edges = None if n_edges is None else np.asarray(n_edges, dtype=np.int64)
@@ -129,7 +135,7 @@ class BudgetSampler(Sampler[list[int]]):
         self.epoch = 0
         self.start = 0
         self._planned: tuple[int, list[list[int]]] | None = None
-        self._warn_of_large_structures()
+        self._warn_of_large_structures(place)
 
     @property
     def sampler(self) -> BudgetSampler:
@@ -160,10 +166,12 @@ class BudgetSampler(Sampler[list[int]]):
             batches = self._filled(random.permutation(len(self._atoms)), _OPEN_BATCHES)
         else:
             batches = self._filled(np.arange(len(self._atoms)), 1)
-        ranks = self.world_size
+        ranks, repeat = self.world_size, 0
         self._split_until_divisible(batches)
         while len(batches) % ranks:  # every batch is one structure
-            batches.append(batches[len(batches) % len(self._atoms)])
+            (again,) = batches[repeat % len(self._atoms)]
+            batches.append([again if self.shuffle else again - len(self._atoms)])
+            repeat += 1
         if not self.shuffle:
             return batches[self.rank :: ranks]
         costs = [self._cost(batch) for batch in batches]
@@ -218,17 +226,22 @@ class BudgetSampler(Sampler[list[int]]):
     def _costs(self) -> np.ndarray:
         return self._atoms if self._edges is None else self._edges
 
-    def _warn_of_large_structures(self) -> None:
+    def _warn_of_large_structures(self, place: Callable[[int], str] | None) -> None:
+        if self.rank:  # the others would say the same
+            return
         budgets = [("atoms", self._atoms, self.batch_atoms)]
         if self.batch_edges and self._edges is not None:
             budgets.append(("edges", self._edges, self.batch_edges))
         for what, counts, most in budgets:
             large = np.flatnonzero(counts > most)
             if len(large):
-                others = f" (and {len(large) - 1} others)" if len(large) > 1 else ""
+                first = int(large[0])
+                where = f", {place(first)}" if place is not None else ""
+                others = f" ({len(large) - 1} more are too large)" if len(large) > 1 else ""
                 warnings.warn(
-                    f"structure {large[0]} (counted from 0) has {counts[large[0]]} {what}{others}, more than "
-                    f"training.batch_{what}={most}: it is a batch of its own.",
+                    f"structure {first} (counted from 0{where}) has {counts[first]} {what}, more than "
+                    f"training.batch_{what}={most}: it is a batch of its own{others}. If memory suffices, raise "
+                    f"training.batch_{what}.",
                     stacklevel=3,
                 )
 
@@ -248,6 +261,23 @@ class Structures(Protocol):
     def __getitem__(self, index: int, /) -> tuple[Graph, Targets]: ...
 
 
+class _CountedOnce:
+    """A data set in which a negative index gives the structure without its labels, so that no average has it twice."""
+
+    def __init__(self, dataset: Structures) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Graph, Targets]:
+        graph, targets = self.dataset[index]
+        if index >= 0:
+            return graph, targets
+        missing = {name: torch.full_like(getattr(targets, name), torch.nan) for name in ("energy", "forces", "stress")}
+        return graph, dataclasses.replace(targets, **missing)
+
+
 def loader(
     dataset: Structures,
     batch_atoms: int,
@@ -264,6 +294,9 @@ def loader(
     Its `batch_sampler` is a `BudgetSampler`. Edges are counted only where they matter, for `batch_edges` or for several
     ranks; the first count takes about as long as one pass over the neighbour lists. No global random number is drawn.
 
+    Every rank gets the same number of batches. Where that takes a structure twice (less than one for each rank and
+    step), its second appearance has no labels without `shuffle`: averages over a validation set count it once.
+
     Args:
         dataset: structures with labels.
         batch_atoms: most atoms in a batch.
@@ -279,9 +312,19 @@ def loader(
         ValueError: the data set is empty or a budget is not positive.
     """
     n_edges = dataset.n_edges() if len(dataset) and (batch_edges or world_size > 1) else None
-    sampler = BudgetSampler(dataset.n_atoms, n_edges, batch_atoms, batch_edges, seed, rank, world_size, shuffle)
+    sampler = BudgetSampler(
+        dataset.n_atoms,
+        n_edges,
+        batch_atoms,
+        batch_edges,
+        seed,
+        rank,
+        world_size,
+        shuffle,
+        place=getattr(dataset, "place", None),
+    )
     return DataLoader(
-        dataset,  # type: ignore[arg-type]
+        dataset if shuffle or world_size == 1 else _CountedOnce(dataset),  # type: ignore[arg-type]
         batch_sampler=sampler,
         collate_fn=collate_pairs,
         num_workers=workers,
@@ -289,7 +332,14 @@ def loader(
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=start_method if workers else None,
         generator=torch.Generator().manual_seed(seed),
+        worker_init_fn=_leave_signals_to_the_parent,
     )
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Let a signal to the whole process group (Ctrl-C, a queue's SIGTERM) end the run in order, workers last."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def collate_pairs(structures: Sequence[tuple[Graph, Targets]]) -> tuple[Graph, Targets]:

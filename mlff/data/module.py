@@ -23,7 +23,9 @@ class StructureData(pl.LightningDataModule):
     """Training, validation and test structures as batches of (Graph, Targets), for a Lightning trainer.
 
     Give the trainer `use_distributed_sampler=False`: the batches are shared out over the ranks here, the same number
-    to each. A run that goes on from a checkpoint in the middle of an epoch sees the rest of that epoch.
+    to each. A run that goes on from a checkpoint in the middle of an epoch sees the rest of that epoch. Where ranks
+    would get different numbers of validation or test batches, some structures come a second time, without labels: what
+    masks missing labels counts each structure once.
 
     Args:
         train: data set or files to train on.
@@ -122,22 +124,35 @@ class StructureData(pl.LightningDataModule):
             batches = loop.epoch_loop.batch_progress.current.processed
             if batches >= loop.max_batches:
                 epoch, batches = epoch + 1, 0
-        return {"epoch": epoch, "batches": batches, "seed": self.seed, "structures": len(self.train)}
+        return {"epoch": epoch, "batches": batches, **self._plan_of()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at the place where a checkpoint stands.
 
         Raises:
-            ValueError: the checkpoint stands inside an epoch and was written with another seed or another number of
-                structures, so that the rest of its epoch is not known.
+            ValueError: the checkpoint stands inside an epoch and was written with another seed, another number of
+                structures or ranks or other budgets, so that the rest of its epoch is not known.
         """
-        for name, now in (("seed", self.seed), ("structures", len(self.train))):
+        for name, now in self._plan_of().items():
             if state_dict[name] != now and state_dict["batches"]:
                 raise ValueError(
                     f"the checkpoint stands inside an epoch with {name} = {state_dict[name]}; now it is {now}. "
-                    "Continue with the data and the seed of that run, or start afresh."
+                    "Continue with data, seed, budgets and number of ranks of that run, or start afresh."
                 )
         self._place = (state_dict["epoch"], state_dict["batches"])
+
+    def _plan_of(self) -> dict[str, int]:
+        """What the batches of an epoch follow from."""
+        return {
+            "seed": self.seed,
+            "structures": len(self.train),
+            "batch_atoms": self.batch_atoms,
+            "batch_edges": self.batch_edges,
+            "ranks": self._ranks(),
+        }
+
+    def _ranks(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
     def _set(self, name: str) -> Dataset:
         self.setup()
@@ -154,5 +169,5 @@ class StructureData(pl.LightningDataModule):
 
     def _loader(self, dataset: Dataset, shuffle: bool) -> DataLoader[Any]:
         rank = 0 if self.trainer is None else self.trainer.global_rank
-        ranks = 1 if self.trainer is None else self.trainer.world_size
-        return loader(dataset, self.batch_atoms, self.batch_edges, self.seed, shuffle, self.workers, rank, ranks)
+        budgets = self.batch_atoms, self.batch_edges
+        return loader(dataset, *budgets, self.seed, shuffle, self.workers, rank, self._ranks())

@@ -12,6 +12,7 @@ fine-tuning, to zero from scratch, which is the minimum-norm solution. What the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def reference_energies(
         elements: atomic numbers of the columns, to name them in the warning.
 
     Raises:
-        ValueError: shapes do not agree, or a number is infinite.
+        ValueError: shapes do not agree, a number is infinite, or a composition is not of whole numbers.
     """
     compositions = np.asarray(compositions, dtype=np.float64)
     energies = np.asarray(energies, dtype=np.float64)
@@ -75,6 +76,8 @@ def reference_energies(
         )
     if np.isinf(energies).any() or not np.isfinite(compositions).all() or not np.isfinite(start).all():
         raise ValueError("energies and starting reference energies must be finite (NaN marks a missing energy).")
+    if not np.array_equal(compositions, np.rint(compositions)):
+        raise ValueError("compositions are numbers of atoms, and energies those of whole structures, not per atom.")
     known = np.isfinite(energies)
     counts, remaining = compositions[known], energies[known] - compositions[known] @ start
     present = np.asarray(counts.any(axis=0))
@@ -86,7 +89,7 @@ def reference_energies(
     # An element is fixed when its axis lies in the space of compositions, that is, when its projection has length one.
     determined[present] = (directions[kept] ** 2).sum(axis=0) > 1.0 - 1e-6
     residual = float(np.sqrt(np.mean((remaining - counts @ shift) ** 2))) if known.any() else float("nan")
-    open_columns = np.flatnonzero(present & ~determined)
+    free = present & ~determined
     return ReferenceEnergies(
         before=start,
         after=start + shift,
@@ -94,7 +97,7 @@ def reference_energies(
         present=present,
         rank=int(kept.sum()),
         residual=residual,
-        warning=_warning(open_columns, elements, int(present.sum()), int(kept.sum()), before is not None),
+        warning=_warning(counts[:, free], np.flatnonzero(free), elements, int(kept.sum()), before is not None),
     )
 
 
@@ -114,17 +117,43 @@ def table(fitted: ReferenceEnergies, elements: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _warning(columns: np.ndarray, elements: Sequence[int] | None, present: int, rank: int, from_start: bool) -> str:
+def _warning(
+    counts: np.ndarray, columns: np.ndarray, elements: Sequence[int] | None, rank: int, from_start: bool
+) -> str:
+    """Say which elements are open; `counts` are their compositions, `columns` their places among all."""
     if not len(columns):
         return ""
-    if elements is not None:
-        what = ", ".join(SYMBOLS[elements[column]] for column in columns)
-    else:
-        what = f"{len(columns)} elements"
+    names = [SYMBOLS[elements[column]] if elements is not None else f"element {column}" for column in columns.tolist()]
     nearest = "the values nearest to those before" if from_start else "the values with the smallest sum of squares"
     return (
-        f"The compositions do not determine the reference energies of {what} one by one ({rank} independent "
-        f"compositions for {present} elements): taken are {nearest}. Total energies are fitted all the same; those of "
-        "structures with other ratios of these elements rest on the starting values. Isolated atoms among the "
-        "structures would fix them."
+        f"The compositions do not determine the reference energies of {', '.join(names)} one by one (rank {rank} of "
+        f"all compositions): {'; '.join(_tied(counts, names))}. Taken are {nearest}. Total energies are fitted all the "
+        "same; those of structures with other ratios of these elements rest on the starting values. Isolated atoms "
+        "among the structures would fix them."
     )
+
+
+def _tied(counts: np.ndarray, names: Sequence[str]) -> list[str]:
+    """Return how the elements hang together: each group whose reference energies can only be traded with each other."""
+    distinct = np.unique(counts[counts.any(axis=1)], axis=0)
+    _, sizes, directions = np.linalg.svd(distinct, full_matrices=True)
+    known = int((sizes > _RANK_TOLERANCE * sizes.max(initial=0.0)).sum())
+    trades = directions[known:].T @ directions[known:]  # projects onto the changes that no total energy feels
+    left, said = set(range(len(names))), []
+    while left:
+        group: set[int] = set()
+        fresh = {min(left)}
+        while fresh:
+            group |= fresh
+            fresh = {other for one in fresh for other in left - group if abs(trades[one, other]) > 1e-6}
+        left -= group
+        members = sorted(group)
+        part = np.unique(distinct[:, members], axis=0)
+        part = part[part.any(axis=1)].astype(np.int64)
+        ratio = part[0] // math.gcd(*part[0].tolist())
+        together = ", ".join(names[member] for member in members[:-1]) + f" and {names[members[-1]]}"
+        if np.array_equal(part * ratio[0], np.outer(part[:, 0], ratio)):
+            said.append(f"{together} occur only in the ratio {' : '.join(map(str, ratio.tolist()))}")
+        else:
+            said.append(f"{together} occur only in combinations that leave them open")
+    return said
