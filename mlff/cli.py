@@ -44,12 +44,12 @@ def finetune(arguments: Sequence[str]) -> int:
     return _training(arguments, "finetune")
 
 
-def train(arguments: Sequence[str]) -> int:
-    """Train a preset's architecture from scratch."""
-    return _training(arguments, "train")
+def train(arguments: Sequence[str], then: Callable[[Path], None] | None = None) -> int:
+    """Train a preset's architecture from scratch; `then` is called with the path of the best model."""
+    return _training(arguments, "train", then)
 
 
-def _training(arguments: Sequence[str], command: str) -> int:
+def _training(arguments: Sequence[str], command: str, then: Callable[[Path], None] | None = None) -> int:
     from mlff.config import read_config
 
     if _asks_for_help(arguments, command):
@@ -61,7 +61,9 @@ def _training(arguments: Sequence[str], command: str) -> int:
         print(f"mlff {command}: starting …", flush=True)
         from mlff.training import run
 
-        run(config, command)  # type: ignore[arg-type]
+        path = run(config, command)  # type: ignore[arg-type]
+        if then is not None:
+            then(path)
 
     return _guarded(action)
 

@@ -167,8 +167,8 @@ def fit_reference_energies(
 @torch.no_grad()
 def unexplained(potential: SeZM, batches: Iterable[tuple[Graph, Targets]], device: torch.device) -> Unexplained:
     """Return label minus network energy of every structure that has an energy label."""
-    rows = potential.row_of_number.cpu().numpy()
-    before = potential.reference_energies.cpu().numpy()
+    rows = potential.get_buffer("row_of_number").cpu().numpy()
+    before = potential.get_buffer("reference_energies").cpu().numpy()
     compositions, energies = [], []
     training = potential.training
     potential.eval()
@@ -198,7 +198,7 @@ def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None)
         ValueError: there is no isolated atom of an element, or the file is not a table of elements and energies.
         FileNotFoundError: the file is not there.
     """
-    before = potential.reference_energies.cpu().numpy().copy()
+    before = potential.get_buffer("reference_energies").cpu().numpy().copy()
     none = np.zeros(len(before), dtype=bool)
     if mode == "keep":
         return before, none, ""
@@ -222,7 +222,7 @@ def _from_isolated_atoms(
         energies = data.energy[alone & (data.composition[:, place] == 1)]
         if energies.size:
             after[place], found[place] = energies.mean(), True
-    lacking = [elements[place] for place in np.flatnonzero(data.composition.any(0) & ~found)]
+    lacking = [elements[place] for place in np.flatnonzero(data.composition.any(0) & ~found).tolist()]
     if lacking:
         raise ValueError(
             f"finetune.e0=isolated needs a structure of one atom in data.train for each element; {names(lacking)} has "
@@ -257,8 +257,8 @@ def set_reference_energies(
     potential: SeZM, after: np.ndarray, determined: np.ndarray, present: Iterable[int]
 ) -> list[ReferenceEnergy]:
     """Put new reference energies into a model; return a row for each element that is present or has changed."""
-    before = potential.reference_energies.cpu().numpy().copy()
-    potential.reference_energies.copy_(torch.from_numpy(np.asarray(after, dtype=np.float64)))
+    before = potential.get_buffer("reference_energies").cpu().numpy().copy()
+    potential.get_buffer("reference_energies").copy_(torch.from_numpy(np.asarray(after, dtype=np.float64)))
     shown = set(present)
     return [
         ReferenceEnergy(SYMBOLS[number], float(before[place]), float(after[place]), bool(determined[place]))
@@ -268,7 +268,7 @@ def set_reference_energies(
 
 
 FASTEST = 0.01
-"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å at rates of
+"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å at
 0.0005, 0.005 and 0.015: nano (100 steps of three structures) 592, 446, 257; pro (40 steps of one) -, 434, 446."""
 
 TRAIN_SECONDS = 180.0

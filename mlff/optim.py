@@ -21,6 +21,9 @@ Sources: Jordan et al., "Muon" (2024), for the iteration; Liu et al., arXiv:2502
 AdamW's update; Amsel et al., arXiv:2505.16932 ("Polar Express"), for the coefficients of the rectangular route.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_* are private in name only: they are what torch's own optimisers are made of.
+
 from __future__ import annotations
 
 import copy
@@ -235,7 +238,7 @@ class _Stack:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
-        self.parameters = list(parameters)
+        self.parameters: list[nn.Parameter] = list(parameters)
         self.short = min(first.shape[-2:])
         self.long = max(max(parameter.shape[-2:]) for parameter in parameters)
         self.square = min(first.shape[-2:]) == max(first.shape[-2:])
@@ -270,8 +273,9 @@ class _Stack:
         present = [place for place, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if not present:
             return
-        parameters = [self.parameters[place] for place in present]
-        torch._foreach_copy_([self.views[place] for place in present], [parameter.grad for parameter in parameters])
+        parameters: list[Tensor] = [self.parameters[place] for place in present]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_copy_([self.views[place] for place in present], gradients)
         if len(present) == len(self.parameters):
             update = self._update(self.gradient, self.momentum, self.score, group)
         else:  # a matrix without a gradient keeps its momentum and score, as it keeps its value
@@ -500,7 +504,9 @@ class WeightAverage:
         """Move the average towards the module's parameters, in float32 at least."""
         average, weights = list(self.module.parameters()), list(module.parameters())
         for dtype in {weight.dtype for weight in weights}:
-            shadows = [shadow for shadow, weight in zip(average, weights, strict=True) if weight.dtype == dtype]
+            shadows: list[Tensor] = [
+                shadow for shadow, weight in zip(average, weights, strict=True) if weight.dtype == dtype
+            ]
             torch._foreach_lerp_(
                 shadows, [weight.detach() for weight in weights if weight.dtype == dtype], 1.0 - self.decay
             )

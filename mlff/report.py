@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from mlff import checkpoint, evaluation
 from mlff.config import Config
@@ -107,7 +108,8 @@ def _energy_panel(after: Results, before: Results | None) -> _Panel | None:
     atoms = np.maximum(1, one.n_atoms)
     old = None if before is None else (before.select(known).energy - base) / atoms
     label, new = (one.energy_label - base) / atoms, (one.energy - base) / atoms
-    return _Panel("energy per atom, less elements", "eV/atom", label, new, old, 1e3, "meV/atom")
+    scaled = None if old is None else 1e3 * old
+    return _Panel("energy per atom, composition taken off", "meV/atom", 1e3 * label, 1e3 * new, scaled, 1.0, "meV/atom")
 
 
 def _forces_panel(after: Results, before: Results | None) -> _Panel | None:
@@ -143,12 +145,14 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         axes.scatter(label[inside], before[inside], s=size, color=_GREY, linewidths=0, zorder=2, label="before")
     axes.scatter(label, after, s=size, color=_BLUE, alpha=0.6, linewidths=0, zorder=3, label="after")
     axes.set(xlim=limits, ylim=limits, xlabel=f"label ({panel.unit})", ylabel=f"model ({panel.unit})", aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
     axes.set_title(panel.title, fontsize=11)
     error = panel.scale * (panel.after - panel.label)
     text = f"MAE {np.abs(error).mean():.3g}\nRMSE {np.sqrt((error**2).mean()):.3g}\n{panel.error_unit}"
     axes.text(0.04, 0.96, text, transform=axes.transAxes, va="top", fontsize=9)
     if before is not None:
-        axes.legend(loc="lower right", fontsize=8, frameon=False, markerscale=2.5)
+        axes.legend(loc="lower right", fontsize=8, edgecolor="none", framealpha=0.8, markerscale=2.0)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -187,6 +191,8 @@ def curves_plot(path: Path, rows: Sequence[dict[str, float]]) -> None:
         values = [line.get_ydata() for line in axes.get_lines()]
         if name and values and all((np.asarray(value) > 0).all() for value in values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=8, which="both")

@@ -696,7 +696,7 @@ def _report(
     old_groups, old_elements = evaluation.by_group(before[shown]), evaluation.by_element(before[shown])
     facts = {
         "start": start.note,
-        "data": sets.describe(),
+        "data": sets.describe().removeprefix("Data: "),
         "steps": f"{outcome.steps} of {config.training.steps}, best at {outcome.best_step}" if outcome else "0",
         "batch": f"at most {config.training.batch_atoms} atoms",
         "loss": f"energy {config.training.loss.energy:g}, forces {config.training.loss.forces:g}, "
