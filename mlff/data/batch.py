@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -337,9 +337,12 @@ def loader(
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    """Let a signal to the whole process group (Ctrl-C, a queue's SIGTERM) end the run in order, workers last."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Put a worker into a process group of its own.
+
+    Ctrl-C, or a SIGTERM to the group of a run, then reaches the run alone, which ends in order and its workers with it.
+    """
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
 
 def collate_pairs(structures: Sequence[tuple[Graph, Targets]]) -> tuple[Graph, Targets]:
