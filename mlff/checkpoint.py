@@ -44,6 +44,7 @@ def save(potential: SeZM, path: str | os.PathLike[str], **metadata: Any) -> Path
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in potential.state_dict().items()}
     temporary = path.with_name(path.name + ".partial")
     save_file(tensors, temporary, metadata=header)
+    temporary.chmod(0o644)  # safetensors makes it readable by its owner alone; models are passed around
     os.replace(temporary, path)
     return path
 
