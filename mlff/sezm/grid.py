@@ -128,12 +128,10 @@ class GridNet(nn.Module):
             self.out_proj = nn.Parameter(uniform(2 * channels, channels, bound=1 / math.sqrt(2 * channels)))
         self.residual_scale = routed(torch.full((focus, channels), 1e-3), "adam") if residual_scale else None
 
-    def forward(self, left: Tensor, right: Tensor | None = None) -> Tensor:
-        """Return the gated product; `right` is given in mode "cross" only."""
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the gated product of one input that holds both fields (mode "self") or of two (mode "cross")."""
         frames, channels = self.grid.frames, self.channels
-        if right is None:
-            halves = left.chunk(2, dim=-1)
-            left, right = halves[0], halves[1]
+        left, right = inputs[0].chunk(2, dim=-1) if self.mode == "self" else inputs
         left_scalars, right_scalars = left[:, 0, :, :channels], right[:, 0, :, :channels]  # [N, F, C]
         scalars = torch.cat((left_scalars, right_scalars), -1)
         if self.expands:

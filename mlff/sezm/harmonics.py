@@ -130,16 +130,29 @@ class WignerRows(Tables):
         return blocks
 
 
+class SphericalHarmonics(Tables):
+    """S_lm of unit vectors up to a degree, packed. Polynomials: smooth for any vector, homogeneous of degree l."""
+
+    def __init__(self, degree: int) -> None:
+        super().__init__()
+        self.degree = degree
+        for l in range(2, degree + 1):
+            # The m = 0 row at u = z is 1 in every degree, which fixes the scale: Q[0, 0, 0] = sqrt(l / (2l - 1)).
+            self.table(f"coupling_{l}", (stretched_coupling(l).flatten(1).T / math.sqrt(l / (2 * l - 1))).contiguous())
+
+    def forward(self, directions: Float[Tensor, "*n 3"]) -> Float[Tensor, "*n M"]:
+        """Return the (degree + 1)² harmonics of each vector."""
+        x, y, z = directions.unbind(-1)
+        first = torch.stack((y, z, -x), -1)
+        blocks = [torch.ones_like(first[..., :1])]
+        if self.degree >= 1:
+            blocks.append(first)
+        for l in range(2, self.degree + 1):
+            product = blocks[-1].unsqueeze(-1) * first.unsqueeze(-2)
+            blocks.append(product.flatten(-2) @ self.get_buffer(f"coupling_{l}"))
+        return torch.cat(blocks, -1)
+
+
 def spherical_harmonics(directions: Float[Tensor, "*n 3"], degree: int) -> Float[Tensor, "*n M"]:
-    """Return S_lm of unit vectors, packed. Polynomials: smooth for any vector, homogeneous of degree l."""
-    x, y, z = directions.unbind(-1)
-    first = torch.stack((y, z, -x), -1)
-    blocks = [torch.ones_like(first[..., :1])]
-    if degree >= 1:
-        blocks.append(first)
-    for l in range(2, degree + 1):
-        coupling = stretched_coupling(l).to(directions)
-        product = blocks[-1].unsqueeze(-1) * first.unsqueeze(-2)
-        # The m = 0 row at u = z is 1 in every degree, which fixes c: Q[0, 0, 0] = sqrt(l / (2l - 1)).
-        blocks.append(product.flatten(-2) @ coupling.flatten(1).T / math.sqrt(l / (2 * l - 1)))
-    return torch.cat(blocks, -1)
+    """Return S_lm of unit vectors, packed; `SphericalHarmonics` keeps its tables from call to call."""
+    return SphericalHarmonics(degree).to(directions)(directions)

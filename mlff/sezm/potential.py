@@ -10,6 +10,7 @@ Source: the DPA4 model, arXiv:2606.02419, as its checkpoints define it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ from mlff.sezm import bridging
 from mlff.sezm.block import Trunk
 from mlff.sezm.edges import EdgeRotations, Edges
 from mlff.sezm.embedding import ChargeSpinEmbedding, EnvironmentSeed, GeometricEmbedding, SpinEmbedding, TypeEmbedding
-from mlff.sezm.harmonics import edge_frames, spherical_harmonics
+from mlff.sezm.harmonics import SphericalHarmonics, edge_frames
+from mlff.sezm.linear import OPTIMIZER_ATTRIBUTES
 from mlff.sezm.options import Options
 from mlff.sezm.radial import RadialBasis, RadialNetwork, envelope
 from mlff.sezm.readout import EnergyHead, Readout
@@ -96,6 +98,7 @@ class SeZM(nn.Module):
         self.trunk = Trunk(options)
         self.readout = Readout(options)
         self.head = EnergyHead(options)
+        self.harmonics = SphericalHarmonics(degree)
         self.rotations = EdgeRotations(self.trunk.frame_shapes())
 
     def _register_masks(self, options: Options, symbols: list[str]) -> None:
@@ -169,7 +172,7 @@ class SeZM(nn.Module):
         row_of_number = self.get_buffer("row_of_number")
         species = row_of_number.index_select(0, graph.numbers)
         known = species >= 0
-        if not graph.numbers.is_cuda and not bool(known.all()):
+        if not (graph.numbers.is_cuda or torch.compiler.is_compiling()) and not bool(known.all()):
             strange = sorted(set(graph.numbers[~known].tolist()))
             raise ValueError(
                 f"this model knows {chemistry.names(self.elements)}; the structure also has {chemistry.names(strange)}."
@@ -234,7 +237,7 @@ class SeZM(nn.Module):
         if self.training and options.random_gamma:
             roll = torch.rand_like(lengths.squeeze(-1)) * (2 * torch.pi)
         frames = edge_frames(directions, roll)
-        return radial, (spherical_harmonics(directions, options.first_degree), frames), edges
+        return radial, (self.harmonics(directions), frames), edges
 
     def _network(
         self,
@@ -288,6 +291,17 @@ class SeZM(nn.Module):
             raise ValueError("this model reads the spin vector of each atom; give an array 'spins' of shape (N, 3)")
         magnetic = self.get_buffer("magnetic_elements").index_select(0, species)
         return graph.spins.to(self.dtype) * magnetic.to(self.dtype).unsqueeze(-1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeZM:
+        """Copy the model with what its parameters say to the optimizer, which a plain copy forgets."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for old, new in zip(self.parameters(), copied.parameters(), strict=True):
+            for name in OPTIMIZER_ATTRIBUTES:
+                if hasattr(old, name):
+                    setattr(new, name, getattr(old, name))
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move or cast the network; reference energies stay float64, since total energies reach 10⁴ eV an atom."""
