@@ -13,7 +13,8 @@ With G the gradient of an (m, n) matrix W, learning rate η, decay λ, momentum 
     W ← W - η · 0.18 √max(m, n) · μ · orth(U)
 
 where μ = 0.1 + 0.9 s and s ← 0.9 s + 0.1 · squash(cos(M, G)) follows how well momentum and gradient agree ("Magma").
-A parameter with more than two axes is a stack of matrices, each with its own step.
+A parameter with more than two axes is a stack of matrices, each with its own step, unless it says (`optimizer_rows`)
+that it is one matrix whose columns stand on several axes.
 
 Nothing here makes the host wait for the device: norms, flags and factors stay tensors until somebody asks.
 
@@ -65,7 +66,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def route(parameter: Tensor) -> Route:
-    """Return the route of a parameter: its `optimizer_route`, else by the number of its axes longer than one."""
+    """Return the route of a parameter: its `optimizer_route`, else muon for matrices and adam for the rest."""
     chosen = getattr(parameter, "optimizer_route", None)
     if chosen is not None:
         if chosen not in ("adam", "adamw", "muon"):
@@ -73,8 +74,20 @@ def route(parameter: Tensor) -> Route:
         if chosen == "muon" and parameter.ndim < 2:
             raise ValueError(f"optimizer_route muon needs a matrix; got a parameter of shape {tuple(parameter.shape)}")
         return chosen
-    rank = sum(size > 1 for size in parameter.shape)
-    return "muon" if rank >= 2 else "adam"
+    return "muon" if min(_matrices(parameter)[1:]) > 1 else "adam"
+
+
+def _matrices(parameter: Tensor) -> tuple[int, int, int]:
+    """Return how many matrices a parameter holds, and their rows and columns.
+
+    Axes of length one do not count. The last two of the others are the matrix, those before them make a stack; a
+    parameter with `optimizer_rows` is one matrix, so many leading axes its rows and all others its columns.
+    """
+    rows = getattr(parameter, "optimizer_rows", None)
+    if rows is not None:
+        return 1, math.prod(parameter.shape[:rows]), math.prod(parameter.shape[rows:])
+    axes = [1, 1, *(size for size in parameter.shape if size > 1)]
+    return math.prod(axes[:-2]), axes[-2], axes[-1]
 
 
 def route_table(module: nn.Module) -> str:
@@ -239,19 +252,18 @@ class _Stack:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
         self.parameters: list[nn.Parameter] = list(parameters)
-        self.short = min(first.shape[-2:])
-        self.long = max(max(parameter.shape[-2:]) for parameter in parameters)
-        self.square = min(first.shape[-2:]) == max(first.shape[-2:])
-        counts = [math.prod(parameter.shape[:-2]) for parameter in parameters]
+        self.shapes = [_matrices(parameter) for parameter in parameters]
+        self.short, side = sorted(self.shapes[0][1:])
+        self.square = self.short == side
+        self.long = max(max(shape[1:]) for shape in self.shapes)
+        counts = [count for count, *_ in self.shapes]
         self.rows = [(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
         matrices = self.rows[-1][1]
         like = {"device": first.device, "dtype": first.dtype}
         self.gradient = torch.zeros(matrices, self.short, self.long, **like)
         self.momentum = torch.zeros_like(self.gradient)
         self.score = torch.full((matrices,), FIRST_SCORE, device=first.device, dtype=_moment_dtype(first))
-        sides = torch.tensor(
-            [max(p.shape[-2:]) for p, count in zip(parameters, counts, strict=True) for _ in range(count)]
-        )
+        sides = torch.tensor([max(shape[1:]) for shape in self.shapes for _ in range(shape[0])])
         self.scale = (MATCH_RMS * sides.double().sqrt()).to(**like)  # 0.18 √max(m, n), by matrix
         self.views = [self.view(self.gradient, place) for place in range(len(parameters))]
 
@@ -261,12 +273,12 @@ class _Stack:
 
     def view(self, batch: Float[Tensor, "B m n"], place: int) -> Tensor:
         """Return the part of a batch that belongs to a parameter, in the parameter's own shape."""
-        shape = self.parameters[place].shape
+        _, rows, columns = self.shapes[place]
         start, stop = self.rows[place]
-        part = batch[start:stop, :, : max(shape[-2:])]
-        if shape[-2] > shape[-1]:
+        part = batch[start:stop, :, : max(rows, columns)]
+        if rows > columns:
             part = part.mT
-        return part.unflatten(0, shape[:-2]) if len(shape) > 2 else part[0]
+        return part.view(self.parameters[place].shape)  # axes are only split, so that this never copies
 
     def step(self, group: dict[str, Any]) -> None:
         """Update the parameters that have a gradient."""
@@ -318,13 +330,13 @@ def _stack(parameters: Sequence[nn.Parameter]) -> list[_Stack]:
     squares: dict[Any, list[nn.Parameter]] = {}
     others: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        short, long = sorted(parameter.shape[-2:])
+        short, long = sorted(_matrices(parameter)[1:])
         home = squares if short == long else others
         home.setdefault((short, parameter.device, parameter.dtype), []).append(parameter)
     stacks = [_Stack(members) for members in squares.values()]
     for members in others.values():
         batch: list[nn.Parameter] = []
-        for parameter in sorted(members, key=lambda p: max(p.shape[-2:])):
+        for parameter in sorted(members, key=lambda parameter: max(_matrices(parameter)[1:])):
             if batch and _padded_cost([*batch, parameter]) > 2.0:
                 stacks.append(_Stack(batch))
                 batch = []
@@ -335,8 +347,8 @@ def _stack(parameters: Sequence[nn.Parameter]) -> list[_Stack]:
 
 def _padded_cost(parameters: Sequence[nn.Parameter]) -> float:
     """Elements of a padded batch over those of its matrices; a batch below 2^20 elements counts as free."""
-    long = max(max(parameter.shape[-2:]) for parameter in parameters)
-    padded = sum(parameter.numel() // max(parameter.shape[-2:]) * long for parameter in parameters)
+    long = max(max(_matrices(parameter)[1:]) for parameter in parameters)
+    padded = sum(parameter.numel() // max(_matrices(parameter)[1:]) * long for parameter in parameters)
     return 1.0 if padded < 2**20 else padded / sum(parameter.numel() for parameter in parameters)
 
 

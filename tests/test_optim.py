@@ -24,6 +24,7 @@ from mlff.optim import (
     set_learning_rate,
     warmup_steps,
 )
+from mlff.sezm.potential import SeZM
 
 # Published coefficients, written down here a second time on purpose.
 SQUARE = [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2
@@ -71,11 +72,15 @@ def reference_adam(weights, gradients, lr, wd, betas=(0.9, 0.95), eps=1e-20):
 
 
 SHAPES = [(8, 8), (8, 8), (4, 12), (12, 4), (4, 9), (3, 4, 12), (2, 3, 5, 5), (1, 6, 2), (5,), (1, 7), (3, 1, 1)]
+SHAPES += [(6, 1, 9), (4, 3, 5), (9, 2, 2)]
+ONE_MATRIX = {12, 13}  # of these, the first axis is the rows and all others are columns
 
 
 def parameters_and_gradients(dtype=torch.float64, steps=4):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+    for place in ONE_MATRIX:
+        parameters[place].optimizer_rows = 1
     gradients = [[torch.randn(shape, dtype=dtype) for shape in SHAPES] for _ in range(steps)]
     return parameters, gradients
 
@@ -95,17 +100,18 @@ def test_hybridmuon_equals_its_formulas(magma):
     optimizer = HybridMuon(parameters, lr=0.02, weight_decay=0.1, magma=magma)
     take_steps(optimizer, parameters, gradients)
     for place, (parameter, weights) in enumerate(zip(parameters, start, strict=True)):
-        own = [step[place] for step in gradients]
+        own, shape = [step[place] for step in gradients], weights.shape
         if route(parameter) == "adam":
             expected = reference_adam(weights, own, 0.02, 0.0)
-        elif weights.ndim == 2:
-            expected = reference_muon(weights, own, 0.02, 0.1, magma=magma)
+        elif weights.ndim == 2 or place in ONE_MATRIX or shape == (6, 1, 9):
+            flat = [g.flatten(1) for g in own]
+            expected = reference_muon(weights.flatten(1), flat, 0.02, 0.1, magma=magma).reshape(shape)
         else:
             matrices = weights.flatten(0, -3)
             slices = [[g.flatten(0, -3)[i] for g in own] for i in range(len(matrices))]
             expected = torch.stack(
                 [reference_muon(w, g, 0.02, 0.1, magma=magma) for w, g in zip(matrices, slices, strict=True)]
-            ).reshape(weights.shape)
+            ).reshape(shape)
         # The Gram route and the singular values differ by round-off, which the steep polynomials enlarge.
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-10, atol=1e-10)
 
@@ -144,8 +150,10 @@ def test_agreement_runs_from_zero_to_one():
 
 
 def test_routes_by_attribute_then_by_rank():
-    def parameter(*shape, chosen=None):
+    def parameter(*shape, chosen=None, rows=None):
         value = nn.Parameter(torch.zeros(shape))
+        if rows is not None:
+            value.optimizer_rows = rows
         if chosen:
             value.optimizer_route = chosen
         return value
@@ -153,6 +161,8 @@ def test_routes_by_attribute_then_by_rank():
     assert route(parameter(4, 4)) == "muon"
     assert route(parameter(1, 4)) == "adam"
     assert route(parameter(2, 1, 3)) == "muon"
+    assert route(parameter(1, 2, 3)) == "muon"
+    assert route(parameter(1, 2, 3, rows=1)) == "adam"
     assert route(parameter(4)) == "adam"
     assert route(parameter()) == "adam"
     assert route(parameter(4, 4, chosen="adam")) == "adam"
@@ -187,7 +197,9 @@ def test_the_route_table_counts_every_parameter():
 def test_a_parameter_without_gradient_is_left_alone():
     """Its value, momentum and score stay, and those that share its batch move as ever."""
     parameters, gradients = parameters_and_gradients()
-    other = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    other = [copy.deepcopy(parameter) for parameter in parameters]
+    for place in ONE_MATRIX:
+        other[place].optimizer_rows = 1
     skipped = 3  # shares a batch with (4, 12), (4, 9) and (3, 4, 12)
     first, second = HybridMuon(parameters, lr=0.02), HybridMuon(other, lr=0.02)
     take_steps(first, parameters, gradients)
@@ -217,7 +229,9 @@ def test_rt5_moments_survive_saving_bit_for_bit(name, tmp_path):
     """2 + 2 steps through a file equal 4 steps; the file needs no code to load."""
     config = TrainingConfig(optimizer=name, learning_rate=0.02)
     parameters, gradients = parameters_and_gradients(torch.float32)
-    other = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    other = [copy.deepcopy(parameter) for parameter in parameters]
+    for place in ONE_MATRIX:
+        other[place].optimizer_rows = 1
     take_steps(build_optimizer(parameters, config), parameters, gradients)
 
     optimizer = build_optimizer(other, config)
@@ -332,6 +346,8 @@ def test_half_precision_on_a_gpu_is_close():
     """The same steps on a GPU, where matrices are made orthogonal in half precision."""
     parameters, gradients = parameters_and_gradients(torch.float32)
     there = [nn.Parameter(parameter.detach().cuda()) for parameter in parameters]
+    for place in ONE_MATRIX:
+        there[place].optimizer_rows = 1
     start = [parameter.detach().clone() for parameter in parameters]
     take_steps(HybridMuon(parameters, lr=0.02), parameters, gradients)
     take_steps(HybridMuon(there, lr=0.02), there, [[g.cuda() for g in step] for step in gradients])
@@ -339,3 +355,15 @@ def test_half_precision_on_a_gpu_is_close():
         moved = (one - before).norm()
         # bfloat16 keeps 8 bits: 0.4 % a product, some ten products in a row.
         assert (other.cpu() - one).norm() < 0.05 * moved
+
+
+def test_a_copied_model_is_optimised_as_the_original():
+    """A copy keeps which of its parameters are matrices, tables and scales."""
+    model = SeZM.from_options({"channels": 8, "n_focus": 2, "n_blocks": 1, "lmax": 2}, ["H", "O"])
+    copied = copy.deepcopy(model)
+    assert route_table(copied) == route_table(model)
+    for (name, one), other in zip(model.named_parameters(), copied.parameters(), strict=True):
+        assert getattr(one, "optimizer_rows", None) == getattr(other, "optimizer_rows", None), name
+    # Streams side by side are columns of one matrix, degrees are a stack.
+    assert model.get_parameter("trunk.blocks.0.convolution.stack.linears.0.weight_m0").optimizer_rows == 1
+    assert not hasattr(model.get_parameter("trunk.blocks.0.convolution.pre_mix.weight"), "optimizer_rows")

@@ -1,7 +1,9 @@
 """Linear maps that respect the degrees, and the pointwise activations.
 
 Every matrix is stored (in, out): y = x W. `optimizer_route` on a parameter names the rule that trains it, where the
-shape alone does not decide: "adam" without decay for scales and biases, "adamw" for small attention vectors.
+shape alone does not decide: "adam" without decay for scales and biases, "adamw" for small attention vectors. Streams
+that stand side by side in a parameter are one matrix to it, (in, F out); matrices by degree are a stack, (L+1, in,
+out).
 """
 
 from __future__ import annotations
@@ -33,6 +35,17 @@ def routed(values: Tensor, route: str) -> nn.Parameter:
     parameter = nn.Parameter(values)
     parameter.optimizer_route = route  # type: ignore[attr-defined]
     return parameter
+
+
+def one_matrix(values: Float[Tensor, "i ..."]) -> nn.Parameter:
+    """Return a parameter that is one matrix to the optimizer: the first axis its rows, all others its columns."""
+    parameter = nn.Parameter(values)
+    parameter.optimizer_rows = 1  # type: ignore[attr-defined]
+    return parameter
+
+
+OPTIMIZER_ATTRIBUTES = ("optimizer_route", "optimizer_rows")
+"""What a parameter may say to the optimizer; `copy.deepcopy` of a parameter forgets it."""
 
 
 def normal(*shape: int, std: float) -> Tensor:
@@ -71,7 +84,7 @@ class FocusLinear(nn.Module):
     def __init__(self, width_in: int, width_out: int, focus: int, bias: bool = False, std: float | None = None) -> None:
         super().__init__()
         shape = (width_in, focus, width_out)
-        self.weight = nn.Parameter(
+        self.weight = one_matrix(
             uniform(*shape, bound=1 / math.sqrt(width_in)) if std is None else normal(*shape, std=std)
         )
         self.bias = routed(torch.zeros(focus, width_out), "adam") if bias else None

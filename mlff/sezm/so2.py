@@ -21,6 +21,7 @@ from mlff.sezm.linear import (
     DegreeLinear,
     GatedActivation,
     normal,
+    one_matrix,
     routed,
     truncated_normal,
     uniform,
@@ -41,9 +42,9 @@ class SO2Linear(nn.Module):
         super().__init__()
         self.degree, self.order, self.width_out = degree, order, width_out
         rows = degree + 1
-        self.weight_m0 = nn.Parameter(_by_focus(rows * width_in, focus, rows * width_out))
+        self.weight_m0 = one_matrix(_by_focus(rows * width_in, focus, rows * width_out))
         self.weight_m = nn.ParameterList(
-            _by_focus((rows - m) * width_in, focus, 2 * (rows - m) * width_out) / math.sqrt(2)
+            one_matrix(_by_focus((rows - m) * width_in, focus, 2 * (rows - m) * width_out) / math.sqrt(2))
             for m in range(1, order + 1)
         )
         self.bias = routed(torch.zeros(focus, width_out), "adam") if bias else None
