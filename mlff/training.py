@@ -647,7 +647,15 @@ def run(config: Config, command: Command = "finetune") -> Path:
 
     best = checkpoint.load(folder / "model.safetensors", device=device)
     name = "fine-tuned" if command == "finetune" and start.trained else "trained"
-    stages[name if config.training.steps > 0 else "written"], _ = sets.judge(best, config, device)
+    last_results, _ = sets.judge(best, config, device)
+    if outcome is not None and config.finetune.e0 == "refit":
+        last_results, rows, moved = finetuning.settle(config, best, sets, device, last_results, rows)
+        if moved:
+            save(best, folder / "model.safetensors")
+            write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
+            say("\nReference energies, fitted once more to what the trained network leaves:")
+            say(report.reference_energy_table(rows))
+    stages[name if config.training.steps > 0 else "written"] = last_results
     page = _report(folder, config, start, sets, stages, rows, outcome, time.monotonic() - began)
     for set_name, found in page.stages.items():
         say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
