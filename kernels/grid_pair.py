@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from jaxtyping import Float
-from mlff.kernels import grid_pair_reference as reference
 from torch import Tensor
+
+from mlff.kernels import grid_pair_reference as reference
 
 
 def grid_pair(

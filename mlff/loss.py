@@ -1,6 +1,6 @@
 """The loss, and the errors by which a model is judged.
 
-With Δ the difference between prediction and label, N the atoms of a structure and V its virial (-volume · stress, in eV),
+With Δ the difference between prediction and label, N the atoms of a structure, V its virial (-volume · stress, in eV),
 
     loss = w_energy · mean |ΔE|/N  +  w_forces · mean ‖ΔF‖  +  w_stress · mean |ΔV|/N
 
