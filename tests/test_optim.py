@@ -1,5 +1,7 @@
 """The optimiser against its formulas written out matrix by matrix in float64, and what training relies on around it."""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import copy

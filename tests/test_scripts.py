@@ -1,5 +1,7 @@
 """The command line from end to end on tiny models: what it writes, what it says, and how it answers mistakes."""
 
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import csv

@@ -1,5 +1,7 @@
 """The training loop: forces in every loop, averages kept apart, resuming bit for bit, stopping in order."""
 
+# pyright: reportGeneralTypeIssues=false, reportOptionalIterable=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """A small pair potential with parameters of every kind, for tests of what trains, reads or runs a potential."""
 
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
