@@ -305,9 +305,9 @@ def settle(
 
 
 FASTEST = 0.01
-"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å, 600
-at the start: nano, 100 steps of three structures, 589, 481 and 322 at 0.002, 0.005 and 0.01; pro, steps of one structure, 585
-after 25 at 0.004 and 453 after 37 at 0.01."""
+"""Highest learning rate chosen for a short run from scratch. Measured on the embedded set, force MAE in meV/Å, at the
+start 600. Nano, 100 steps of three structures: 589, 481 and 322 at 0.002, 0.005 and 0.01. Pro, steps of one structure:
+585 after 25 at 0.004, 453 after 37 at 0.01."""
 
 TRAIN_SECONDS = 120.0
 VALID_SECONDS = 10.0
