@@ -8,15 +8,20 @@ import torch
 from mlff.kernels.grid_pair import grid_pair
 
 
-def operands(nodes: int = 3, rows: int = 4, focus: int = 2, frames: int = 3, channels: int = 5, points: int = 7):
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+def operands(
+    nodes: int = 3, rows: int = 4, focus: int = 2, frames: int = 3, channels: int = 5, points: int = 7
+) -> Operands:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    coefficients = [random(nodes, rows, focus, frames * channels) for _ in range(2)]
-    projectors = [random(points, rows * frames) for _ in range(2)]
-    return *coefficients, *projectors, frames
+    left, right = (random(nodes, rows, focus, frames * channels) for _ in range(2))
+    to_grid, from_grid = (random(points, rows * frames) for _ in range(2))
+    return left, right, to_grid, from_grid, frames
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 3])
