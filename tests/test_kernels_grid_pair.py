@@ -7,7 +7,6 @@ import torch
 
 from mlff.kernels.grid_pair import grid_pair
 
-
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
