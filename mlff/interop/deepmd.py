@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlff.elements import SYMBOLS, atomic_number, atomic_numbers
+from mlff.elements import SYMBOLS, atomic_numbers
 from mlff.sezm.options import Options
 from mlff.sezm.potential import SeZM
 
@@ -260,6 +260,3 @@ def _fill(potential: SeZM, tensors: Mapping[str, Tensor], rows: Tensor, version:
     left = sorted(name for name in tensors if name not in used and not _IGNORED.search(name))
     if left:
         raise ValueError(f"the file holds tensors that this package does not know: {', '.join(left[:5])}")
-
-
-__all__ = ["atomic_number", "from_state", "options_from_config"]
