@@ -265,13 +265,14 @@ def continued(config: Config, folder: Path, command: Command) -> Config:
     """Return the configuration of a run that is continued: what its config.yaml says, under what the user says now.
 
     A key that the user does not give keeps the value it had when the run began, also where that was chosen by the
-    program.
+    program; only what names the machine's devices is never kept, since a run may go on on another machine.
     """
     file = folder / "config.yaml"
     if not file.is_file():
         return config
     now = _flat(to_mapping(config))
-    merged = {**_flat(_read_yaml(file)), **{key: now[key] for key in config.given}}
+    new = config.given | {f"trainer.{name}" for name in ("accelerator", "devices", "num_nodes", "strategy")}
+    merged = {**_flat(_read_yaml(file)), **{key: now[key] for key in new}}
     merged["output"] = str(folder)
     result = dataclasses.replace(from_flat(merged), given=frozenset(merged))
     check(result, command)

@@ -8,7 +8,18 @@ import pytest
 import yaml
 
 from mlff import presets
-from mlff.config import Config, about, check_preset, help_text, preset_options, read_config, to_mapping, write
+from mlff.config import (
+    Config,
+    about,
+    check_preset,
+    continued,
+    help_text,
+    make_config,
+    preset_options,
+    read_config,
+    to_mapping,
+    write,
+)
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -147,3 +158,12 @@ def test_help_lists_every_key_with_its_default():
 
 def test_defaults_are_valid():
     assert Config().training.steps > 0
+
+
+def test_a_continued_run_takes_its_devices_from_the_machine_it_is_on(tmp_path):
+    """R-P2: begun on a GPU, continued where there is none; all else is as it was."""
+    begun = make_config({"preset": "nano", "trainer.accelerator": "gpu", "training.steps": 7}, "train")
+    write(begun, tmp_path / "config.yaml")
+    later = continued(make_config({"preset": "nano"}, "train"), tmp_path, "train")
+    assert later.trainer.accelerator == "auto"
+    assert later.training.steps == 7
