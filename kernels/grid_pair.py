@@ -1,11 +1,27 @@
-"""The grid-pair product, the equivariant nonlinearity of the model: from_grid(to_grid(left) · to_grid(right))."""
+"""The grid-pair product, the equivariant nonlinearity of the model: from_grid(to_grid(left) · to_grid(right)).
+
+Energies need the forward pass, forces the first derivative, a loss on forces the second: three operators, each the
+derivative of the one before. The product is trilinear in left, right and the incoming gradient, so that the third
+derivative would be one more of the same; nothing needs it, and it is refused.
+
+On CUDA devices in float32 and bfloat16 the operators are Triton kernels, which a compiler sees through; elsewhere, and
+where no launch fits the device, they are the reference.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.library import triton_op
 
 from mlff.kernels import grid_pair_reference as reference
+from mlff.kernels.grid_pair_factors import Factors
 
 
 def grid_pair(
@@ -14,14 +30,25 @@ def grid_pair(
     to_grid: Float[Tensor, "G P"],
     from_grid: Float[Tensor, "G P"],
     n_frames: int,
+    factors: Factors | None = None,
 ) -> Float[Tensor, "N D F KC"]:
     """Return the product of two coefficient tensors on a grid, projected back.
 
     `left` and `right` hold N nodes, D rows of degrees and orders, F focus streams, and K = `n_frames` frames of C
-    channels each in the last axis (frame slow). The projectors have slots P = D K, frame fastest; they are constants.
+    channels each in the last axis (frame slow). The projectors have slots P = D K, frame fastest; they are constants,
+    of any floating dtype. Under autocast the operands are taken in its dtype, as those of a matrix product are; sums are
+    float32 at least.
+
+    Args:
+        left: one operand; any strides.
+        right: the other.
+        to_grid: projector to the grid.
+        from_grid: projector back, transposed.
+        n_frames: K.
+        factors: the same projectors in a smaller form, from `grid_pair_factors.factorise`; faster on a GPU.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together.
     """
     if left.shape != right.shape:
         raise ValueError(f"left and right must have one shape; got {tuple(left.shape)} and {tuple(right.shape)}")
@@ -32,4 +59,130 @@ def grid_pair(
             f"projectors must both be (G, {left.shape[1] * n_frames}); "
             f"got {tuple(to_grid.shape)} and {tuple(from_grid.shape)}"
         )
-    return reference.forward(left, right, to_grid.to(left.dtype), from_grid.to(left.dtype), n_frames)
+    tables = (to_grid, from_grid) if factors is None else (to_grid, from_grid, factors.matrix)
+    devices = {str(x.device) for x in (left, right, *tables)}
+    if len(devices) > 1:
+        raise ValueError(f"operands and projectors must be on one device; got {', '.join(sorted(devices))}")
+    if torch.is_autocast_enabled(left.device.type):
+        dtype = torch.get_autocast_dtype(left.device.type)
+        left, right = (x if x.dtype == torch.float64 else x.to(dtype) for x in (left, right))
+    if left.dtype != right.dtype or not left.is_floating_point():
+        raise ValueError(f"left and right must have one floating dtype; got {left.dtype} and {right.dtype}")
+    with torch.autocast(left.device.type, enabled=False):
+        cast = [x.to(left.dtype) for x in tables]
+        small = (None, None, None) if factors is None else (cast[2], factors.slots, factors.scale.float())
+        return _forward(left, right, cast[0], cast[1], *small, n_frames)
+
+
+@triton_op("mlff::grid_pair", mutates_args=())
+def _forward(
+    left: Tensor,
+    right: Tensor,
+    to_grid: Tensor,
+    from_grid: Tensor,
+    matrix: Tensor | None,
+    slots: Tensor | None,
+    scale: Tensor | None,
+    n_frames: int,
+) -> Tensor:
+    results = _fast(0, (left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
+    return reference.forward(left, right, to_grid, from_grid, n_frames) if results is None else results[0]
+
+
+@triton_op("mlff::grid_pair_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    left: Tensor,
+    right: Tensor,
+    to_grid: Tensor,
+    from_grid: Tensor,
+    matrix: Tensor | None,
+    slots: Tensor | None,
+    scale: Tensor | None,
+    n_frames: int,
+) -> tuple[Tensor, Tensor]:
+    results = _fast(1, (grad, left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
+    if results is None:
+        return reference.backward(grad, left, right, to_grid, from_grid, n_frames)
+    return results[0], results[1]
+
+
+@triton_op("mlff::grid_pair_double_backward", mutates_args=())
+def _double_backward(
+    grad_grad_left: Tensor,
+    grad_grad_right: Tensor,
+    grad: Tensor,
+    left: Tensor,
+    right: Tensor,
+    to_grid: Tensor,
+    from_grid: Tensor,
+    matrix: Tensor | None,
+    slots: Tensor | None,
+    scale: Tensor | None,
+    n_frames: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = (grad_grad_left, grad_grad_right, grad, left, right)
+    results = _fast(2, operands, to_grid, from_grid, matrix, slots, scale, n_frames)
+    if results is None:
+        return reference.double_backward(*operands, to_grid, from_grid, n_frames)
+    return results[0], results[1], results[2]
+
+
+def _fast(
+    order: int,
+    operands: tuple[Tensor, ...],
+    to_grid: Tensor,
+    from_grid: Tensor,
+    matrix: Tensor | None,
+    slots: Tensor | None,
+    scale: Tensor | None,
+    n_frames: int,
+) -> tuple[Tensor, ...] | None:
+    """The results of the Triton kernel of an order, or None where the reference is to compute them."""
+    triton = _triton(operands[0].device.type, operands[0].dtype)
+    if triton is None:
+        return None
+    small = None if matrix is None else (matrix, slots, scale)
+    return triton.run_product(order, operands, (to_grid, from_grid), small, n_frames)
+
+
+@functools.cache
+def _triton(device: str, dtype: torch.dtype) -> ModuleType | None:
+    """The Triton version, where it runs: on CUDA, and on any device in Triton's interpreter, there float32 only."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if dtype not in ((torch.float32,) if interpreted else (torch.float32, torch.bfloat16)):
+        return None
+    if device != "cuda" and not interpreted:
+        return None
+    from mlff.kernels import grid_pair_triton
+
+    return grid_pair_triton
+
+
+# The derivatives. Projectors and n_frames have none.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.n_frames = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    left, right, *tables = ctx.saved_tensors
+    grads = _backward(grad, left, right, *tables, ctx.n_frames)
+    return (*grads, *[None] * 6)
+
+
+def _differentiate_twice(ctx: Any, grad_grad_left: Tensor, grad_grad_right: Tensor) -> tuple[Any, ...]:
+    grad, left, right, *tables = ctx.saved_tensors
+    grads = _double_backward(grad_grad_left, grad_grad_right, grad, left, right, *tables, ctx.n_frames)
+    return (*grads, *[None] * 6)
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    raise RuntimeError("grid_pair has first and second derivatives; a third one was asked for, which is not there.")
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_differentiate_twice, setup_context=_save)
+_double_backward.register_autograd(_refuse, setup_context=_save)

@@ -1,0 +1,508 @@
+"""The grid-pair product in Triton, in two forms of three kernels each: forward, backward, second backward.
+
+All results of all orders are sums of products of two operands on the grid,
+
+    out = Σ_terms back(there(x) · there(y))
+
+and so every kernel is made of one routine. It walks the grid in blocks of points and keeps nothing of it in memory. A
+program owns a block of columns of one result: a column is one channel of one focus stream of one node, so that N · F · C
+of them stand side by side, whatever C is. [columns, slots] times [slots, points] gives values at points; their product,
+[columns, points], stays in the registers in which the next matrix product, with [points, slots], takes it.
+
+    dense       any projectors
+    factored    the small projectors of grid_pair_factors.py, for grids on the rotation group
+
+Results of one kernel do not share the projections they have in common: with two operands at a time the registers suffice,
+with five they do not, and then a kernel is several times slower than its parts.
+
+Operands are float32 or bfloat16; products are accumulated in float32. float32 operands are multiplied exactly enough
+for float32: PRECISION is "ieee", or "tf32x3", which splits each number in two, or "tf32" if the user allows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlff.kernels.grid_pair_factors import widths
+from mlff.kernels.launch import Argument, Launch, choose, run, specialise, warn_reference
+
+# Constants are in capitals, as launch.py asks.
+
+
+@triton.jit
+def _columns(columns, C: tl.constexpr, F: tl.constexpr, COLUMNS: tl.constexpr):
+    """Node, focus, channel of each column of this program, and whether it is there."""
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = column // C
+    return pair // F, pair % F, column % C, column < columns
+
+
+@triton.jit
+def _load(pointer, base, there, slot, row, K: tl.constexpr, C: tl.constexpr):
+    """[columns, slots] of an operand; `base` is the offset of each column, `row` the stride of D."""
+    offset = (slot // K).to(tl.int64) * row + (slot % K) * C
+    mask = there[:, None] & (slot >= 0)[None, :]  # slots below zero are padding
+    return tl.load(pointer + base[:, None] + offset[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(pointer, base, there, slot, row, value, K: tl.constexpr, C: tl.constexpr):
+    """Write [columns, slots] to a result."""
+    offset = (slot // K).to(tl.int64) * row + (slot % K) * C
+    mask = there[:, None] & (slot >= 0)[None, :]
+    tl.store(pointer + base[:, None] + offset[None, :], value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _to_points(data, matrix, PRECISION: tl.constexpr):
+    """[columns, slots] and [points, slots] to [columns, points]."""
+    return tl.dot(data, tl.trans(matrix), input_precision=PRECISION)
+
+
+@triton.jit
+def _to_slots(total, values, matrix, PRECISION: tl.constexpr):
+    """Add [columns, points] times [points, slots] to [columns, slots]."""
+    return tl.dot(values.to(matrix.dtype), matrix, acc=total, input_precision=PRECISION)
+
+
+@triton.jit
+def _tile(matrix, point, first, POINTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Rows `point` and columns first … first + SIZE of a matrix with WIDTH columns."""
+    column = first + tl.arange(0, SIZE)
+    return tl.load(matrix + point[:, None] * WIDTH + column[None, :], mask=(point < POINTS)[:, None], other=0.0)
+
+
+# Dense projectors, padded to WIDTH columns.
+
+
+@triton.jit
+def _add_dense(
+    total, x, x_base, x_row, y, y_base, y_row, there, x_matrix, y_matrix, back_matrix,
+    K: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the product of two operands, each with its projector, to `total`, [columns, WIDTH]."""
+    slot = tl.arange(0, WIDTH)
+    slot = tl.where(slot < SLOTS, slot, -1)
+    x_data = _load(x, x_base, there, slot, x_row, K, C)
+    y_data = _load(y, y_base, there, slot, y_row, K, C)
+    for first in range(0, POINTS, BLOCK):
+        point = first + tl.arange(0, BLOCK)
+        x_values = _to_points(x_data, _tile(x_matrix, point, 0, POINTS, WIDTH, WIDTH), PRECISION)
+        y_values = _to_points(y_data, _tile(y_matrix, point, 0, POINTS, WIDTH, WIDTH), PRECISION)
+        back = _tile(back_matrix, point, 0, POINTS, WIDTH, WIDTH)
+        total = _to_slots(total, x_values * y_values, back, PRECISION)
+    return total
+
+
+@triton.jit
+def _store_dense(
+    out, base, row, there, total, K: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr
+):
+    slot = tl.arange(0, WIDTH)
+    _store(out, base, there, tl.where(slot < SLOTS, slot, -1), row, total, K, C)
+
+
+@specialise(aligned=("to_grid", "from_grid"))
+def dense_forward(
+    left, right, out, to_grid, from_grid,
+    columns: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = back(left · right)."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    total = _add_dense(total, left, at_left, left_d, right, at_right, right_d, there, to_grid, to_grid, from_grid,
+                       K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+    _store_dense(out, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+
+
+@specialise(aligned=("to_grid", "from_grid"))
+def dense_backward(
+    grad, left, right, out_left, out_right, to_grid, from_grid,
+    columns: tl.int64,
+    grad_n: tl.int64, grad_d: tl.int64, grad_f: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out_left = grad · right and out_right = grad · left."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_grad = node * grad_n + focus * grad_f + channel
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    if tl.program_id(1) == 0:
+        total = _add_dense(total, grad, at_grad, grad_d, right, at_right, right_d, there, from_grid, to_grid, to_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        _store_dense(out_left, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+    else:
+        total = _add_dense(total, grad, at_grad, grad_d, left, at_left, left_d, there, from_grid, to_grid, to_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        _store_dense(out_right, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+
+
+@specialise(aligned=("to_grid", "from_grid"))
+def dense_double_backward(
+    grad_left, grad_right, grad, left, right, out_grad, out_left, out_right, to_grid, from_grid,
+    columns: tl.int64,
+    gl_n: tl.int64, gl_d: tl.int64, gl_f: tl.int64,
+    gr_n: tl.int64, gr_d: tl.int64, gr_f: tl.int64,
+    grad_n: tl.int64, grad_d: tl.int64, grad_f: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out_grad = grad_left · right + left · grad_right, out_left = grad · grad_right, out_right = grad · grad_left."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_gl = node * gl_n + focus * gl_f + channel
+    at_gr = node * gr_n + focus * gr_f + channel
+    at_grad = node * grad_n + focus * grad_f + channel
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    if tl.program_id(1) == 0:
+        total = _add_dense(total, grad_left, at_gl, gl_d, right, at_right, right_d, there, to_grid, to_grid, from_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        total = _add_dense(total, left, at_left, left_d, grad_right, at_gr, gr_d, there, to_grid, to_grid, from_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        _store_dense(out_grad, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+    elif tl.program_id(1) == 1:
+        total = _add_dense(total, grad, at_grad, grad_d, grad_right, at_gr, gr_d, there, from_grid, to_grid, to_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        _store_dense(out_left, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+    else:
+        total = _add_dense(total, grad, at_grad, grad_d, grad_left, at_gl, gl_d, there, from_grid, to_grid, to_grid,
+                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
+        _store_dense(out_right, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+
+
+# Factored projectors. z, c, s and the classes e (even) and o (odd) are those of grid_pair_factors.py. A column has four
+# parts: z even, z odd, (c, s) even, (c, s) odd; a field at points has six: z even, z odd, c even, s even, c odd, s odd.
+
+
+@triton.jit
+def _parts(table, N: tl.constexpr, W: tl.constexpr):
+    """A table by slots in its four parts."""
+    n = tl.arange(0, N)
+    w = tl.arange(0, W)
+    return tl.load(table + n), tl.load(table + N + n), tl.load(table + 2 * N + w), tl.load(table + 2 * N + W + w)
+
+
+@triton.jit
+def _load_parts(
+    pointer, base, row, there, slots, scale, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """An operand in its four parts; an incoming gradient is scaled first."""
+    p0, p1, p2, p3 = _parts(slots, N, W)
+    x0 = _load(pointer, base, there, p0, row, K, C)
+    x1 = _load(pointer, base, there, p1, row, K, C)
+    x2 = _load(pointer, base, there, p2, row, K, C)
+    x3 = _load(pointer, base, there, p3, row, K, C)
+    if SCALED:
+        t0, t1, t2, t3 = _parts(scale, N, W)
+        x0 = (x0 * t0[None, :]).to(x0.dtype)
+        x1 = (x1 * t1[None, :]).to(x0.dtype)
+        x2 = (x2 * t2[None, :]).to(x0.dtype)
+        x3 = (x3 * t3[None, :]).to(x0.dtype)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _fields(x0, x1, x2, x3, ze, zo, ce, se, co, so, PRECISION: tl.constexpr):
+    """The six fields of four parts at a block of points."""
+    return (
+        _to_points(x0, ze, PRECISION),
+        _to_points(x1, zo, PRECISION),
+        _to_points(x2, ce, PRECISION),
+        _to_points(x2, se, PRECISION),
+        _to_points(x3, co, PRECISION),
+        _to_points(x3, so, PRECISION),
+    )
+
+
+@triton.jit
+def _add_factored(
+    q0, q1, q2, q3, x, x_base, x_row, y, y_base, y_row, there, matrix, slots, scale,
+    K: tl.constexpr, C: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Add the product of two operands, the first scaled or not, to the four parts of a result."""
+    WIDTH: tl.constexpr = 2 * N + 4 * W
+    x0, x1, x2, x3 = _load_parts(x, x_base, x_row, there, slots, scale, K, C, N, W, SCALED)
+    y0, y1, y2, y3 = _load_parts(y, y_base, y_row, there, slots, scale, K, C, N, W, False)
+    for first in range(0, POINTS, BLOCK):
+        point = first + tl.arange(0, BLOCK)
+        ze = _tile(matrix, point, 0, POINTS, WIDTH, N)
+        zo = _tile(matrix, point, N, POINTS, WIDTH, N)
+        ce = _tile(matrix, point, 2 * N, POINTS, WIDTH, W)
+        se = _tile(matrix, point, 2 * N + W, POINTS, WIDTH, W)
+        co = _tile(matrix, point, 2 * N + 2 * W, POINTS, WIDTH, W)
+        so = _tile(matrix, point, 2 * N + 3 * W, POINTS, WIDTH, W)
+        x_ze, x_zo, x_ce, x_se, x_co, x_so = _fields(x0, x1, x2, x3, ze, zo, ce, se, co, so, PRECISION)
+        y_ze, y_zo, y_ce, y_se, y_co, y_so = _fields(y0, y1, y2, y3, ze, zo, ce, se, co, so, PRECISION)
+        even = x_ze * y_ze + x_zo * y_zo + x_ce * y_ce + x_co * y_co + x_se * y_se + x_so * y_so
+        odd = x_ze * y_zo + x_zo * y_ze + x_ce * y_co + x_co * y_ce + x_se * y_so + x_so * y_se
+        q0 = _to_slots(q0, even, ze, PRECISION)
+        q1 = _to_slots(q1, odd, zo, PRECISION)
+        q2 = _to_slots(q2, x_ze * y_ce + x_zo * y_co + x_ce * y_ze + x_co * y_zo, ce, PRECISION)
+        q2 = _to_slots(q2, x_ze * y_se + x_zo * y_so + x_se * y_ze + x_so * y_zo, se, PRECISION)
+        q3 = _to_slots(q3, x_ze * y_co + x_zo * y_ce + x_ce * y_zo + x_co * y_ze, co, PRECISION)
+        q3 = _to_slots(q3, x_ze * y_so + x_zo * y_se + x_se * y_zo + x_so * y_ze, so, PRECISION)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _nothing(COLUMNS: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
+    zero_n = tl.zeros([COLUMNS, N], tl.float32)
+    zero_w = tl.zeros([COLUMNS, W], tl.float32)
+    return zero_n, zero_n, zero_w, zero_w
+
+
+@triton.jit
+def _store_parts(
+    out, base, row, there, slots, scale, q0, q1, q2, q3, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    W: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write the four parts of a result, scaled or not."""
+    p0, p1, p2, p3 = _parts(slots, N, W)
+    if SCALED:
+        t0, t1, t2, t3 = _parts(scale, N, W)
+        q0, q1, q2, q3 = q0 * t0[None, :], q1 * t1[None, :], q2 * t2[None, :], q3 * t3[None, :]
+    _store(out, base, there, p0, row, q0, K, C)
+    _store(out, base, there, p1, row, q1, K, C)
+    _store(out, base, there, p2, row, q2, K, C)
+    _store(out, base, there, p3, row, q3, K, C)
+
+
+@specialise(aligned=("matrix", "slots", "scale"))
+def factored_forward(
+    left, right, out, matrix, slots, scale,
+    columns: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = scale · (left · right)."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
+    q0, q1, q2, q3 = _add_factored(
+        q0, q1, q2, q3, left, at_left, left_d, right, at_right, right_d, there, matrix, slots, scale,
+        K, C, POINTS, N, W, BLOCK, PRECISION, False,
+    )  # fmt: skip
+    _store_parts(out, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
+
+
+@specialise(aligned=("matrix", "slots", "scale"))
+def factored_backward(
+    grad, left, right, out_left, out_right, matrix, slots, scale,
+    columns: tl.int64,
+    grad_n: tl.int64, grad_d: tl.int64, grad_f: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out_left = (scale · grad) · right and out_right = (scale · grad) · left."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_grad = node * grad_n + focus * grad_f + channel
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
+    if tl.program_id(1) == 0:
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, grad, at_grad, grad_d, right, at_right, right_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+        )  # fmt: skip
+        _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+    else:
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, grad, at_grad, grad_d, left, at_left, left_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+        )  # fmt: skip
+        _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+
+
+@specialise(aligned=("matrix", "slots", "scale"))
+def factored_double_backward(
+    grad_left, grad_right, grad, left, right, out_grad, out_left, out_right, matrix, slots, scale,
+    columns: tl.int64,
+    gl_n: tl.int64, gl_d: tl.int64, gl_f: tl.int64,
+    gr_n: tl.int64, gr_d: tl.int64, gr_f: tl.int64,
+    grad_n: tl.int64, grad_d: tl.int64, grad_f: tl.int64,
+    left_n: tl.int64, left_d: tl.int64, left_f: tl.int64,
+    right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
+    out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
+    K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out_grad = scale · (grad_left · right + left · grad_right), out_left = (scale · grad) · grad_right, and so on."""
+    node, focus, channel, there = _columns(columns, C, F, COLUMNS)
+    at_gl = node * gl_n + focus * gl_f + channel
+    at_gr = node * gr_n + focus * gr_f + channel
+    at_grad = node * grad_n + focus * grad_f + channel
+    at_left = node * left_n + focus * left_f + channel
+    at_right = node * right_n + focus * right_f + channel
+    at_out = node * out_n + focus * out_f + channel
+    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
+    if tl.program_id(1) == 0:
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, grad_left, at_gl, gl_d, right, at_right, right_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, False,
+        )  # fmt: skip
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, left, at_left, left_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, False,
+        )  # fmt: skip
+        _store_parts(out_grad, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
+    elif tl.program_id(1) == 1:
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, grad, at_grad, grad_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+        )  # fmt: skip
+        _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+    else:
+        q0, q1, q2, q3 = _add_factored(
+            q0, q1, q2, q3, grad, at_grad, grad_d, grad_left, at_gl, gl_d, there, matrix, slots, scale,
+            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+        )  # fmt: skip
+        _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+
+
+FORWARD, BACKWARD, DOUBLE_BACKWARD = range(3)
+OPERANDS = (2, 3, 5)
+KERNELS = {
+    "dense": (dense_forward, dense_backward, dense_double_backward),
+    "factored": (factored_forward, factored_backward, factored_double_backward),
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What of a call is static: the form of the projectors, and the constants of its kernels."""
+
+    form: str
+    constants: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(
+        cls, focus: int, channels: int, n_frames: int, projector: Sequence[int], factors: Sequence[int] | None
+    ) -> Geometry:
+        """Return the geometry of operands and projectors.
+
+        Args:
+            focus: streams F.
+            channels: C.
+            n_frames: K.
+            projector: (G, P), the shape of the large projectors.
+            factors: points, columns and slots of the small ones, or None.
+        """
+        constants = {"K": n_frames, "C": channels, "F": focus}
+        if factors is None:
+            points, slots = projector
+            constants |= {"SLOTS": slots, "POINTS": points, "WIDTH": padded_width(slots)}
+            return cls("dense", tuple(constants.items()))
+        points, columns, slots = factors
+        n, w = widths(slots, columns)
+        constants |= {"POINTS": points, "N": n, "W": w}
+        return cls("factored", tuple(constants.items()))
+
+    def kernel(self, order: int) -> object:
+        """Return the kernel of an order."""
+        return KERNELS[self.form][order]
+
+    def arguments(self, order: int, dtype: torch.dtype) -> list[Argument]:
+        """Return what is known of a kernel's pointers and numbers before there is data."""
+        tables: list[Argument] = [dtype, dtype] if self.form == "dense" else [dtype, torch.int32, torch.float32]
+        return [dtype] * (OPERANDS[order] + order + 1) + tables + [int] * (1 + 3 * (OPERANDS[order] + 1))
+
+    def candidates(self, order: int, dtype: torch.dtype) -> list[Launch]:
+        """Return launches to try, best first."""
+        return [
+            Launch((("COLUMNS", columns), ("BLOCK", block), ("PRECISION", precision)), warps, stages)
+            for columns, block, precision, warps, stages in launches(self, order, dtype)
+        ]
+
+
+def padded_width(slots: int) -> int:
+    """Return the columns of dense projectors in memory: what a tile can have."""
+    return max(16, triton.next_power_of_2(slots))
+
+
+def launches(geometry: Geometry, order: int, dtype: torch.dtype) -> list[tuple[int, int, str, int, int]]:
+    """Return columns, points, precision, warps and stages of the launches to try, best first."""
+    precision = "ieee"
+    if dtype == torch.bfloat16:
+        precision = "tf32"  # without meaning for bfloat16 operands
+    elif torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    return [(32, 16, precision, 4, 1), (16, 16, precision, 2, 1), (16, 16, precision, 8, 1)]
+
+
+def run_product(
+    order: int,
+    operands: Sequence[Tensor],
+    projectors: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor, Tensor] | None,
+    n_frames: int,
+) -> tuple[Tensor, ...] | None:
+    """Return the results of a kernel, or None where no launch of it fits the device.
+
+    Args:
+        order: FORWARD, BACKWARD or DOUBLE_BACKWARD.
+        operands: as the reference's function of that order takes them, (N, D, F, K C) each; any strides, but the last
+            axis is copied unless it is contiguous.
+        projectors: to and from the grid, (G, P), in the operands' dtype.
+        factors: matrix, slots and scale of `Factors`, the matrix in the operands' dtype, or None.
+        n_frames: K.
+    """
+    nodes, _, focus, width = operands[0].shape
+    dtype, device = operands[0].dtype, operands[0].device
+    channels = width // n_frames
+    small = None if factors is None else (*factors[0].shape, factors[1].shape[0])
+    geometry = Geometry.of(focus, channels, n_frames, tuple(projectors[0].shape), small)
+    kernel, constants = geometry.kernel(order), dict(geometry.constants)
+    launch = choose(kernel, geometry.arguments(order, dtype), constants, geometry.candidates(order, dtype), device)
+    if launch is None:
+        warn_reference(kernel, constants, dtype, device)
+        return None
+    operands = [x if x.stride(-1) == 1 else x.contiguous() for x in operands]
+    results = tuple(operands[0].new_empty(operands[0].shape) for _ in range(order + 1))
+    if factors is None:
+        padding = (0, constants["WIDTH"] - constants["SLOTS"])
+        tables = tuple(torch.nn.functional.pad(x, padding) for x in projectors)
+    else:
+        tables = factors
+    columns = nodes * focus * channels
+    strides = [x.stride(axis) for x in (*operands, results[0]) for axis in (0, 1, 2)]
+    block = dict(launch.blocks)["COLUMNS"]
+    programs = ((columns + block - 1) // block, order + 1)
+    run(kernel, programs, [*operands, *results, *tables, columns, *strides], constants, launch, device)
+    return results
