@@ -59,8 +59,7 @@ def grid_pair(
             f"projectors must both be (G, {left.shape[1] * n_frames}); "
             f"got {tuple(to_grid.shape)} and {tuple(from_grid.shape)}"
         )
-    tables = (to_grid, from_grid) if factors is None else (to_grid, from_grid, factors.matrix)
-    devices = {str(x.device) for x in (left, right, *tables)}
+    devices = {str(x.device) for x in (left, right, to_grid, from_grid)}
     if len(devices) > 1:
         raise ValueError(f"operands and projectors must be on one device; got {', '.join(sorted(devices))}")
     if torch.is_autocast_enabled(left.device.type):
@@ -69,9 +68,11 @@ def grid_pair(
     if left.dtype != right.dtype or not left.is_floating_point():
         raise ValueError(f"left and right must have one floating dtype; got {left.dtype} and {right.dtype}")
     with torch.autocast(left.device.type, enabled=False):
-        cast = [x.to(left.dtype) for x in tables]
-        small = (None, None, None) if factors is None else (cast[2], factors.slots, factors.scale.float())
-        return _forward(left, right, cast[0], cast[1], *small, n_frames)
+        to_grid, from_grid = to_grid.to(left.dtype), from_grid.to(left.dtype)
+        matrix = None if factors is None else factors.matrix_for(left.dtype)
+        if factors is None or matrix is None:
+            return _forward(left, right, to_grid, from_grid, None, None, None, n_frames)
+        return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale, n_frames)
 
 
 @triton_op("mlff::grid_pair", mutates_args=())

@@ -28,8 +28,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Agreement of the factors with the projectors they come from, relative to the largest entry; found: 1e-14.
+# Agreement of the factors with the projectors they come from, relative to the largest entry; found: 1e-14, and 1e-7 for
+# products, whose scale is kept in float32.
 TOLERANCE = 1e-10
+PRODUCT_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,25 @@ class Factors:
 
     Attributes:
         matrix: (points, 2 n + 4 w): A₀ even, A₀ odd, C even, S even, C odd, S odd; padding is zero.
-        slots: (2 n + 2 w): the slot (row · 3 + frame) of each column of data; padding is -1.
-        scale: the scale of each of these on the way back; padding is zero.
+        slots: (2 n + 2 w), int32: the slot (row · 3 + frame) of each column of data; padding is -1.
+        scale: float32: the scale of each of these on the way back; padding is zero.
+        halves: (points, 4 n + 8 w): the bits of h and l, float16, with matrix = h + l / 2048.
+        rounded: (points, 2 n + 4 w): the bits of the matrix in bfloat16.
+
+    The last two are int16, so that a module can hold them whatever dtype it is moved to.
     """
 
     matrix: Float[Tensor, "G W"]
     slots: Int[Tensor, "V"]
     scale: Float[Tensor, "V"]
+    halves: Int[Tensor, "G 2W"]
+    rounded: Int[Tensor, "G W"]
+
+    def matrix_for(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the matrix as the kernels take it with operands of a dtype; None for dtypes that they do not take."""
+        if dtype == torch.float32:
+            return self.halves.view(torch.float16)
+        return self.rounded.view(torch.bfloat16) if dtype == torch.bfloat16 else None
 
 
 def widths(slots: int, columns: int) -> tuple[int, int]:
@@ -92,13 +106,18 @@ def factorise(
     slots += [_wide(torch.cat((3 * plus + 2, 3 * minus + 1)), w, -1) for plus, minus in ((even, odd), (odd, even))]
     slots = torch.cat(slots)
     scale = torch.where(slots < 0, 0.0, slot_scale[slots.clamp_min(0)])
-    factors = Factors(torch.cat(blocks, 1), slots.int(), scale)
+    matrix = torch.cat(blocks, 1)
+    # Six products of two values at a point, each at most the sum of a row's entries for data of at most one.
+    if 6 * matrix.abs().sum(1).amax() ** 2 > torch.finfo(torch.float16).max:
+        return None
+    high = matrix.to(torch.float16)
+    low = ((matrix - high.double()) * 2048).to(torch.float16)
+    halves, rounded = torch.cat((high, low), 1), matrix.to(torch.bfloat16)
+    factors = Factors(matrix, slots.int(), scale.float(), halves.view(torch.int16), rounded.view(torch.int16))
     return factors if _stands_for(factors, to_grid, from_grid) else None
 
 
-def product(
-    left: Float[Tensor, "N P"], right: Float[Tensor, "N P"], factors: Factors, scaled: bool = True
-) -> Float[Tensor, "N P"]:
+def product(left: Float[Tensor, "N P"], right: Float[Tensor, "N P"], factors: Factors) -> Float[Tensor, "N P"]:
     """Return the product by the small projectors, in plain torch: the definition of what the fast kernels do."""
     n, w = widths(len(factors.slots), factors.matrix.shape[1])
     parts = factors.matrix.split([n, n, w, w, w, w], 1)
@@ -121,7 +140,7 @@ def product(
     columns = torch.cat((images[0], images[1], images[2] + images[3], images[4] + images[5]), 1)
     out = torch.zeros_like(left)
     there = factors.slots >= 0
-    out[:, factors.slots[there].long()] = (columns * factors.scale if scaled else columns)[:, there]
+    out[:, factors.slots[there].long()] = (columns * factors.scale.to(left.dtype))[:, there]
     return out
 
 
@@ -174,7 +193,7 @@ def _stands_for(factors: Factors, to_grid: Tensor, from_grid: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(4, to_grid.shape[1], dtype=torch.float64, generator=generator) for _ in range(2))
     expected = ((left @ to_grid.T) * (right @ to_grid.T)) @ from_grid
-    return bool((product(left, right, factors) - expected).abs().amax() <= TOLERANCE * expected.abs().amax())
+    return bool((product(left, right, factors) - expected).abs().amax() <= PRODUCT_TOLERANCE * expected.abs().amax())
 
 
 def _cube_root(x: Tensor) -> Tensor:

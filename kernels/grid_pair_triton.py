@@ -15,14 +15,20 @@ of them stand side by side, whatever C is. [columns, slots] times [slots, points
 Results of one kernel do not share the projections they have in common: with two operands at a time the registers suffice,
 with five they do not, and then a kernel is several times slower than its parts.
 
-Operands are float32 or bfloat16; products are accumulated in float32. float32 operands are multiplied exactly enough
-for float32: PRECISION is "ieee", or "tf32x3", which splits each number in two, or "tf32" if the user allows that.
+Operands are float32 or bfloat16; products are accumulated in float32. Tensor cores do not take float32, so that:
+
+- dense, PRECISION "tf32x3": each number is split in two by Triton;
+- factored: each number x of a column is x = s (h + l / 2048), s the largest of its column, h and l float16, and of the
+  four products that of the two l is left out. That is 22 bits, as in "tf32x3", and several times faster: both parts
+  of the projectors are tables, and float16 takes half of the registers. Values at points cannot overflow: factorise()
+  sees to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -209,11 +215,21 @@ def _parts(table, N: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _halves(x):
+    """x as h + l / 2048 in float16."""
+    high = x.to(tl.float16)
+    return high, ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
+
+
+@triton.jit
 def _load_parts(
     pointer, base, row, there, slots, scale, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """An operand in its four parts; an incoming gradient is scaled first."""
+    """An operand in its four parts, each as high and low part, and the largest number of each column.
+
+    An incoming gradient is scaled first. Without SPLIT the low parts mean nothing and the largest number is one.
+    """
     p0, p1, p2, p3 = _parts(slots, N, W)
     x0 = _load(pointer, base, there, p0, row, K, C)
     x1 = _load(pointer, base, there, p1, row, K, C)
@@ -225,51 +241,100 @@ def _load_parts(
         x1 = (x1 * t1[None, :]).to(x0.dtype)
         x2 = (x2 * t2[None, :]).to(x0.dtype)
         x3 = (x3 * t3[None, :]).to(x0.dtype)
-    return x0, x1, x2, x3
+    if SPLIT:
+        low = tl.maximum(tl.max(tl.abs(x0), 1), tl.max(tl.abs(x1), 1))
+        high = tl.maximum(tl.max(tl.abs(x2), 1), tl.max(tl.abs(x3), 1))
+        largest = tl.maximum(tl.maximum(low, high), 1e-30)
+        inverse = (1.0 / largest)[:, None]
+        h0, l0 = _halves(x0 * inverse)
+        h1, l1 = _halves(x1 * inverse)
+        h2, l2 = _halves(x2 * inverse)
+        h3, l3 = _halves(x3 * inverse)
+        return h0, h1, h2, h3, l0, l1, l2, l3, largest
+    else:
+        return x0, x1, x2, x3, x0, x1, x2, x3, tl.full([base.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
-def _fields(x0, x1, x2, x3, ze, zo, ce, se, co, so, PRECISION: tl.constexpr):
-    """The six fields of four parts at a block of points."""
-    return (
-        _to_points(x0, ze, PRECISION),
-        _to_points(x1, zo, PRECISION),
-        _to_points(x2, ce, PRECISION),
-        _to_points(x2, se, PRECISION),
-        _to_points(x3, co, PRECISION),
-        _to_points(x3, so, PRECISION),
-    )
+def _tiles(matrix, point, first, POINTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr):
+    """High and low part of a tile of the small projectors; the low parts stand behind all high ones."""
+    if SPLIT:
+        high = _tile(matrix, point, first, POINTS, 2 * WIDTH, SIZE)
+        return high, _tile(matrix, point, WIDTH + first, POINTS, 2 * WIDTH, SIZE)
+    else:
+        high = _tile(matrix, point, first, POINTS, WIDTH, SIZE)
+        return high, high
+
+
+@triton.jit
+def _field(high, low, m_high, m_low, SPLIT: tl.constexpr):
+    """[columns, slots] and [points, slots] to [columns, points]."""
+    if SPLIT:
+        m_high = tl.trans(m_high)
+        crossed = tl.dot(high, tl.trans(m_low))
+        crossed = tl.dot(low, m_high, acc=crossed)
+        return tl.dot(high, m_high, acc=crossed * (1.0 / 2048.0))
+    else:
+        return tl.dot(high, tl.trans(m_high))
+
+
+@triton.jit
+def _back(total, values, m_high, m_low, SPLIT: tl.constexpr):
+    """Add [columns, points] times [points, slots] to [columns, slots]."""
+    if SPLIT:
+        high, low = _halves(values)
+        crossed = tl.dot(high, m_low)
+        crossed = tl.dot(low, m_high, acc=crossed)
+        return tl.dot(high, m_high, acc=total + crossed * (1.0 / 2048.0))
+    else:
+        return tl.dot(values.to(m_high.dtype), m_high, acc=total)
 
 
 @triton.jit
 def _add_factored(
     q0, q1, q2, q3, x, x_base, x_row, y, y_base, y_row, there, matrix, slots, scale,
     K: tl.constexpr, C: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Add the product of two operands, the first scaled or not, to the four parts of a result."""
     WIDTH: tl.constexpr = 2 * N + 4 * W
-    x0, x1, x2, x3 = _load_parts(x, x_base, x_row, there, slots, scale, K, C, N, W, SCALED)
-    y0, y1, y2, y3 = _load_parts(y, y_base, y_row, there, slots, scale, K, C, N, W, False)
+    x0, x1, x2, x3, x0_, x1_, x2_, x3_, x_max = _load_parts(
+        x, x_base, x_row, there, slots, scale, K, C, N, W, SCALED, SPLIT
+    )
+    y0, y1, y2, y3, y0_, y1_, y2_, y3_, y_max = _load_parts(
+        y, y_base, y_row, there, slots, scale, K, C, N, W, False, SPLIT
+    )
+    r0, r1, r2, r3 = _nothing(x_base.shape[0], N, W)
     for first in range(0, POINTS, BLOCK):
         point = first + tl.arange(0, BLOCK)
-        ze = _tile(matrix, point, 0, POINTS, WIDTH, N)
-        zo = _tile(matrix, point, N, POINTS, WIDTH, N)
-        ce = _tile(matrix, point, 2 * N, POINTS, WIDTH, W)
-        se = _tile(matrix, point, 2 * N + W, POINTS, WIDTH, W)
-        co = _tile(matrix, point, 2 * N + 2 * W, POINTS, WIDTH, W)
-        so = _tile(matrix, point, 2 * N + 3 * W, POINTS, WIDTH, W)
-        x_ze, x_zo, x_ce, x_se, x_co, x_so = _fields(x0, x1, x2, x3, ze, zo, ce, se, co, so, PRECISION)
-        y_ze, y_zo, y_ce, y_se, y_co, y_so = _fields(y0, y1, y2, y3, ze, zo, ce, se, co, so, PRECISION)
+        ze, ze_ = _tiles(matrix, point, 0, POINTS, WIDTH, N, SPLIT)
+        zo, zo_ = _tiles(matrix, point, N, POINTS, WIDTH, N, SPLIT)
+        ce, ce_ = _tiles(matrix, point, 2 * N, POINTS, WIDTH, W, SPLIT)
+        se, se_ = _tiles(matrix, point, 2 * N + W, POINTS, WIDTH, W, SPLIT)
+        co, co_ = _tiles(matrix, point, 2 * N + 2 * W, POINTS, WIDTH, W, SPLIT)
+        so, so_ = _tiles(matrix, point, 2 * N + 3 * W, POINTS, WIDTH, W, SPLIT)
+        x_ze = _field(x0, x0_, ze, ze_, SPLIT)
+        x_zo = _field(x1, x1_, zo, zo_, SPLIT)
+        x_ce = _field(x2, x2_, ce, ce_, SPLIT)
+        x_se = _field(x2, x2_, se, se_, SPLIT)
+        x_co = _field(x3, x3_, co, co_, SPLIT)
+        x_so = _field(x3, x3_, so, so_, SPLIT)
+        y_ze = _field(y0, y0_, ze, ze_, SPLIT)
+        y_zo = _field(y1, y1_, zo, zo_, SPLIT)
+        y_ce = _field(y2, y2_, ce, ce_, SPLIT)
+        y_se = _field(y2, y2_, se, se_, SPLIT)
+        y_co = _field(y3, y3_, co, co_, SPLIT)
+        y_so = _field(y3, y3_, so, so_, SPLIT)
         even = x_ze * y_ze + x_zo * y_zo + x_ce * y_ce + x_co * y_co + x_se * y_se + x_so * y_so
         odd = x_ze * y_zo + x_zo * y_ze + x_ce * y_co + x_co * y_ce + x_se * y_so + x_so * y_se
-        q0 = _to_slots(q0, even, ze, PRECISION)
-        q1 = _to_slots(q1, odd, zo, PRECISION)
-        q2 = _to_slots(q2, x_ze * y_ce + x_zo * y_co + x_ce * y_ze + x_co * y_zo, ce, PRECISION)
-        q2 = _to_slots(q2, x_ze * y_se + x_zo * y_so + x_se * y_ze + x_so * y_zo, se, PRECISION)
-        q3 = _to_slots(q3, x_ze * y_co + x_zo * y_ce + x_ce * y_zo + x_co * y_ze, co, PRECISION)
-        q3 = _to_slots(q3, x_ze * y_so + x_zo * y_se + x_se * y_zo + x_so * y_ze, so, PRECISION)
-    return q0, q1, q2, q3
+        r0 = _back(r0, even, ze, ze_, SPLIT)
+        r1 = _back(r1, odd, zo, zo_, SPLIT)
+        r2 = _back(r2, x_ze * y_ce + x_zo * y_co + x_ce * y_ze + x_co * y_zo, ce, ce_, SPLIT)
+        r2 = _back(r2, x_ze * y_se + x_zo * y_so + x_se * y_ze + x_so * y_zo, se, se_, SPLIT)
+        r3 = _back(r3, x_ze * y_co + x_zo * y_ce + x_ce * y_zo + x_co * y_ze, co, co_, SPLIT)
+        r3 = _back(r3, x_ze * y_so + x_zo * y_se + x_se * y_zo + x_so * y_ze, so, so_, SPLIT)
+    unit = (x_max * y_max)[:, None]
+    return q0 + r0 * unit, q1 + r1 * unit, q2 + r2 * unit, q3 + r3 * unit
 
 
 @triton.jit
@@ -303,7 +368,7 @@ def factored_forward(
     right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
     out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = scale · (left · right)."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
@@ -313,7 +378,7 @@ def factored_forward(
     q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
     q0, q1, q2, q3 = _add_factored(
         q0, q1, q2, q3, left, at_left, left_d, right, at_right, right_d, there, matrix, slots, scale,
-        K, C, POINTS, N, W, BLOCK, PRECISION, False,
+        K, C, POINTS, N, W, BLOCK, SPLIT, False,
     )  # fmt: skip
     _store_parts(out, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
 
@@ -327,7 +392,7 @@ def factored_backward(
     right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
     out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out_left = (scale · grad) · right and out_right = (scale · grad) · left."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
@@ -339,13 +404,13 @@ def factored_backward(
     if tl.program_id(1) == 0:
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, grad, at_grad, grad_d, right, at_right, right_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+            K, C, POINTS, N, W, BLOCK, SPLIT, True,
         )  # fmt: skip
         _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
     else:
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, grad, at_grad, grad_d, left, at_left, left_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+            K, C, POINTS, N, W, BLOCK, SPLIT, True,
         )  # fmt: skip
         _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
 
@@ -361,7 +426,7 @@ def factored_double_backward(
     right_n: tl.int64, right_d: tl.int64, right_f: tl.int64,
     out_n: tl.int64, out_d: tl.int64, out_f: tl.int64,
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out_grad = scale · (grad_left · right + left · grad_right), out_left = (scale · grad) · grad_right, and so on."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
@@ -375,23 +440,23 @@ def factored_double_backward(
     if tl.program_id(1) == 0:
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, grad_left, at_gl, gl_d, right, at_right, right_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, False,
+            K, C, POINTS, N, W, BLOCK, SPLIT, False,
         )  # fmt: skip
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, left, at_left, left_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, False,
+            K, C, POINTS, N, W, BLOCK, SPLIT, False,
         )  # fmt: skip
         _store_parts(out_grad, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
     elif tl.program_id(1) == 1:
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, grad, at_grad, grad_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+            K, C, POINTS, N, W, BLOCK, SPLIT, True,
         )  # fmt: skip
         _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
     else:
         q0, q1, q2, q3 = _add_factored(
             q0, q1, q2, q3, grad, at_grad, grad_d, grad_left, at_gl, gl_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, PRECISION, True,
+            K, C, POINTS, N, W, BLOCK, SPLIT, True,
         )  # fmt: skip
         _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
 
@@ -406,49 +471,61 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """What of a call is static: the form of the projectors, and the constants of its kernels."""
+    """What of a call is static: the form of the projectors, the operands' dtype, and the constants of the kernels."""
 
     form: str
+    dtype: torch.dtype
     constants: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(
-        cls, focus: int, channels: int, n_frames: int, projector: Sequence[int], factors: Sequence[int] | None
+        cls,
+        dtype: torch.dtype,
+        focus: int,
+        channels: int,
+        n_frames: int,
+        projector: Sequence[int],
+        factors: Sequence[int] | None,
     ) -> Geometry:
         """Return the geometry of operands and projectors.
 
         Args:
+            dtype: of the operands, float32 or bfloat16.
             focus: streams F.
             channels: C.
             n_frames: K.
             projector: (G, P), the shape of the large projectors.
-            factors: points, columns and slots of the small ones, or None.
+            factors: points, width and slots of the small ones, or None.
         """
         constants = {"K": n_frames, "C": channels, "F": focus}
         if factors is None:
             points, slots = projector
             constants |= {"SLOTS": slots, "POINTS": points, "WIDTH": padded_width(slots)}
-            return cls("dense", tuple(constants.items()))
+            return cls("dense", dtype, tuple(constants.items()))
         points, columns, slots = factors
         n, w = widths(slots, columns)
-        constants |= {"POINTS": points, "N": n, "W": w}
-        return cls("factored", tuple(constants.items()))
+        constants |= {"POINTS": points, "N": n, "W": w, "SPLIT": dtype == torch.float32}
+        return cls("factored", dtype, tuple(constants.items()))
 
-    def kernel(self, order: int) -> object:
+    def kernel(self, order: int) -> Any:
         """Return the kernel of an order."""
         return KERNELS[self.form][order]
 
-    def arguments(self, order: int, dtype: torch.dtype) -> list[Argument]:
+    def arguments(self, order: int) -> list[Argument]:
         """Return what is known of a kernel's pointers and numbers before there is data."""
-        tables: list[Argument] = [dtype, dtype] if self.form == "dense" else [dtype, torch.int32, torch.float32]
+        dtype = self.dtype
+        tables: list[Argument] = [dtype, dtype]
+        if self.form == "factored":
+            tables = [torch.float16 if dtype == torch.float32 else dtype, torch.int32, torch.float32]
         return [dtype] * (OPERANDS[order] + order + 1) + tables + [int] * (1 + 3 * (OPERANDS[order] + 1))
 
-    def candidates(self, order: int, dtype: torch.dtype) -> list[Launch]:
+    def candidates(self) -> tuple[Launch, ...]:
         """Return launches to try, best first."""
-        return [
-            Launch((("COLUMNS", columns), ("BLOCK", block), ("PRECISION", precision)), warps, stages)
-            for columns, block, precision, warps, stages in launches(self, order, dtype)
-        ]
+        if self.form == "factored":
+            return FACTORED
+        if self.dtype == torch.bfloat16:
+            return DENSE_BFLOAT16
+        return DENSE_FLOAT32 if torch.get_float32_matmul_precision() == "highest" else DENSE_TF32
 
 
 def padded_width(slots: int) -> int:
@@ -456,14 +533,21 @@ def padded_width(slots: int) -> int:
     return max(16, triton.next_power_of_2(slots))
 
 
-def launches(geometry: Geometry, order: int, dtype: torch.dtype) -> list[tuple[int, int, str, int, int]]:
-    """Return columns, points, precision, warps and stages of the launches to try, best first."""
-    precision = "ieee"
-    if dtype == torch.bfloat16:
-        precision = "tf32"  # without meaning for bfloat16 operands
-    elif torch.get_float32_matmul_precision() != "highest":
-        precision = "tf32"
-    return [(32, 16, precision, 4, 1), (16, 16, precision, 2, 1), (16, 16, precision, 8, 1)]
+def _launch(columns: int, block: int, warps: int, stages: int, precision: str | None = None) -> Launch:
+    blocks: list[tuple[str, int | str]] = [("COLUMNS", columns), ("BLOCK", block)]
+    return Launch((*blocks, ("PRECISION", precision)) if precision else tuple(blocks), warps, stages)
+
+
+# Measured on an H200 (docs/benchmarks.md). The first that fits is taken: later ones need less shared memory.
+FACTORED = (_launch(16, 16, 2, 2), _launch(16, 16, 2, 1), _launch(16, 16, 4, 1))
+DENSE_BFLOAT16 = (
+    _launch(64, 32, 4, 2, "tf32"),  # PRECISION means nothing for bfloat16
+    _launch(32, 32, 4, 2, "tf32"),
+    _launch(16, 32, 4, 1, "tf32"),
+    _launch(16, 16, 4, 1, "tf32"),
+)
+DENSE_FLOAT32 = (_launch(32, 32, 4, 1, "tf32x3"), _launch(16, 32, 4, 1, "tf32x3"), _launch(16, 16, 2, 1, "tf32x3"))
+DENSE_TF32 = (_launch(32, 32, 4, 2, "tf32"), _launch(16, 32, 4, 1, "tf32"), _launch(16, 16, 2, 1, "tf32"))
 
 
 def run_product(
@@ -480,16 +564,19 @@ def run_product(
         operands: as the reference's function of that order takes them, (N, D, F, K C) each; any strides, but the last
             axis is copied unless it is contiguous.
         projectors: to and from the grid, (G, P), in the operands' dtype.
-        factors: matrix, slots and scale of `Factors`, the matrix in the operands' dtype, or None.
+        factors: None, or the matrix of `Factors` as `Factors.matrix_for` gives it, its slots and its scale.
         n_frames: K.
     """
     nodes, _, focus, width = operands[0].shape
     dtype, device = operands[0].dtype, operands[0].device
+    small = None
+    if factors is not None:
+        points, columns = factors[0].shape
+        small = (points, columns // 2 if dtype == torch.float32 else columns, factors[1].shape[0])
     channels = width // n_frames
-    small = None if factors is None else (*factors[0].shape, factors[1].shape[0])
-    geometry = Geometry.of(focus, channels, n_frames, tuple(projectors[0].shape), small)
+    geometry = Geometry.of(dtype, focus, channels, n_frames, tuple(projectors[0].shape), small)
     kernel, constants = geometry.kernel(order), dict(geometry.constants)
-    launch = choose(kernel, geometry.arguments(order, dtype), constants, geometry.candidates(order, dtype), device)
+    launch = choose(kernel, geometry.arguments(order), constants, geometry.candidates(), device)
     if launch is None:
         warn_reference(kernel, constants, dtype, device)
         return None
