@@ -36,8 +36,8 @@ def grid_pair(
 
     `left` and `right` hold N nodes, D rows of degrees and orders, F focus streams, and K = `n_frames` frames of C
     channels each in the last axis (frame slow). The projectors have slots P = D K, frame fastest; they are constants,
-    of any floating dtype. Under autocast the operands are taken in its dtype, as those of a matrix product are; sums are
-    float32 at least.
+    of any floating dtype. Under autocast the operands are taken in its dtype, as those of a matrix product are; sums
+    are float32 at least.
 
     Args:
         left: one operand; any strides.
@@ -72,7 +72,7 @@ def grid_pair(
         matrix = None if factors is None else factors.matrix_for(left.dtype)
         if factors is None or matrix is None:
             return _forward(left, right, to_grid, from_grid, None, None, None, n_frames)
-        return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale, n_frames)
+        return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale.float(), n_frames)
 
 
 @triton_op("mlff::grid_pair", mutates_args=())

@@ -1,6 +1,7 @@
 """Smaller, exact projectors for grids on the rotation group with frames k = 0, -1, +1.
 
-Such a grid is a set of points on the sphere times equally spaced rolls about each. Three facts make its projectors small:
+Such a grid is a set of points on the sphere times equally spaced rolls about each. Three facts make its projectors
+small:
 
 - Along the rolls γ every column is 1, cos γ or sin γ times a constant of the point. With A, C, S those constants,
 
@@ -28,31 +29,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Agreement of the factors with the projectors they come from, relative to the largest entry; found: 1e-14, and 1e-7 for
-# products, whose scale is kept in float32.
+# Agreement of the small projectors with the large ones, relative to the largest entry; found: 1e-14.
 TOLERANCE = 1e-10
-PRODUCT_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The small projectors. With n the padded width of a class of k = 0 and w that of a class of k = ±1:
+    """The small projectors as the kernels take them; points, n and w as in `Reduced`.
 
     Attributes:
-        matrix: (points, 2 n + 4 w): A₀ even, A₀ odd, C even, S even, C odd, S odd; padding is zero.
-        slots: (2 n + 2 w), int32: the slot (row · 3 + frame) of each column of data; padding is -1.
-        scale: float32: the scale of each of these on the way back; padding is zero.
         halves: (points, 4 n + 8 w): the bits of h and l, float16, with matrix = h + l / 2048.
         rounded: (points, 2 n + 4 w): the bits of the matrix in bfloat16.
+        slots: (2 n + 2 w), int32: the slot (row · 3 + frame) of each column of data; padding is -1.
+        scale: (2 n + 2 w), float32: the scale of each of these on the way back; padding is zero.
 
-    The last two are int16, so that a module can hold them whatever dtype it is moved to.
+    Bits are held as int16, so that a module can keep them whatever dtype it is moved to.
     """
 
-    matrix: Float[Tensor, "G W"]
-    slots: Int[Tensor, "V"]
-    scale: Float[Tensor, "V"]
     halves: Int[Tensor, "G 2W"]
     rounded: Int[Tensor, "G W"]
+    slots: Int[Tensor, "V"]
+    scale: Float[Tensor, "V"]
 
     def matrix_for(self, dtype: torch.dtype) -> Tensor | None:
         """Return the matrix as the kernels take it with operands of a dtype; None for dtypes that they do not take."""
@@ -61,8 +58,23 @@ class Factors:
         return self.rounded.view(torch.bfloat16) if dtype == torch.bfloat16 else None
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """The small projectors in float64, with n the padded width of a class of k = 0 and w that of a class of k = ±1.
+
+    Attributes:
+        matrix: (points, 2 n + 4 w): A₀ even, A₀ odd, C even, S even, C odd, S odd; padding is zero.
+        slots: as in `Factors`.
+        scale: as in `Factors`.
+    """
+
+    matrix: Float[Tensor, "G W"]
+    slots: Int[Tensor, "V"]
+    scale: Float[Tensor, "V"]
+
+
 def widths(slots: int, columns: int) -> tuple[int, int]:
-    """Return n and w of factors with so many slots and matrix columns."""
+    """Return n and w of small projectors with so many slots and matrix columns."""
     w = (columns - slots) // 2
     return (slots - 2 * w) // 2, w
 
@@ -78,6 +90,18 @@ def factorise(
         row_degrees: degree l of each row.
         rolls: equally spaced rolls about each point.
     """
+    small = reduced(to_grid, from_grid, row_degrees, rolls)
+    # Six products of two values at a point, each at most the sum of a row's entries for data of at most one.
+    if small is None or 6 * small.matrix.abs().sum(1).amax() ** 2 > torch.finfo(torch.float16).max:
+        return None
+    high = small.matrix.to(torch.float16)
+    low = ((small.matrix - high.double()) * 2048).to(torch.float16)
+    halves, rounded = torch.cat((high, low), 1), small.matrix.to(torch.bfloat16)
+    return Factors(halves.view(torch.int16), rounded.view(torch.int16), small.slots.int(), small.scale.float())
+
+
+def reduced(to_grid: Tensor, from_grid: Tensor, row_degrees: Tensor, rolls: int) -> Reduced | None:
+    """Return what `factorise` makes tables of."""
     rows = len(row_degrees)
     if to_grid.shape[1] != 3 * rows or to_grid.shape[0] % rolls or rolls < 4:
         return None
@@ -86,8 +110,7 @@ def factorise(
     if there is None or weights is None:
         return None
     zero, cosine, sine = there  # (points, rows) each
-    point_weight, slot_scale = weights[0].view(-1, rolls), weights[1]
-    point_weight = point_weight.sum(1)
+    point_weight, slot_scale = weights[0].view(-1, rolls).sum(1), weights[1]
     parity = 1 - 2 * (row_degrees.double() % 2)
     pairs = _antipodes(zero, point_weight, parity)
     if pairs is None:
@@ -106,24 +129,17 @@ def factorise(
     slots += [_wide(torch.cat((3 * plus + 2, 3 * minus + 1)), w, -1) for plus, minus in ((even, odd), (odd, even))]
     slots = torch.cat(slots)
     scale = torch.where(slots < 0, 0.0, slot_scale[slots.clamp_min(0)])
-    matrix = torch.cat(blocks, 1)
-    # Six products of two values at a point, each at most the sum of a row's entries for data of at most one.
-    if 6 * matrix.abs().sum(1).amax() ** 2 > torch.finfo(torch.float16).max:
-        return None
-    high = matrix.to(torch.float16)
-    low = ((matrix - high.double()) * 2048).to(torch.float16)
-    halves, rounded = torch.cat((high, low), 1), matrix.to(torch.bfloat16)
-    factors = Factors(matrix, slots.int(), scale.float(), halves.view(torch.int16), rounded.view(torch.int16))
-    return factors if _stands_for(factors, to_grid, from_grid) else None
+    small = Reduced(torch.cat(blocks, 1), slots, scale)
+    return small if _stands_for(small, to_grid, from_grid) else None
 
 
-def product(left: Float[Tensor, "N P"], right: Float[Tensor, "N P"], factors: Factors) -> Float[Tensor, "N P"]:
+def product(left: Float[Tensor, "N P"], right: Float[Tensor, "N P"], small: Reduced) -> Float[Tensor, "N P"]:
     """Return the product by the small projectors, in plain torch: the definition of what the fast kernels do."""
-    n, w = widths(len(factors.slots), factors.matrix.shape[1])
-    parts = factors.matrix.split([n, n, w, w, w, w], 1)
+    n, w = widths(len(small.slots), small.matrix.shape[1])
+    parts = small.matrix.split([n, n, w, w, w, w], 1)
 
     def project(x: Tensor) -> list[Tensor]:
-        data = torch.where(factors.slots < 0, 0.0, x[:, factors.slots.clamp_min(0).long()])
+        data = torch.where(small.slots < 0, 0.0, x[:, small.slots.clamp_min(0)])
         columns = data.split([n, n, w, w], 1)
         return [columns[k] @ part.T for k, part in zip((0, 1, 2, 2, 3, 3), parts, strict=True)]
 
@@ -137,10 +153,10 @@ def product(left: Float[Tensor, "N P"], right: Float[Tensor, "N P"], factors: Fa
         ze * to + zo * te + se * yo + so * ye,
     )
     images = [image @ part for image, part in zip(back, parts, strict=True)]
-    columns = torch.cat((images[0], images[1], images[2] + images[3], images[4] + images[5]), 1)
+    columns = torch.cat((images[0], images[1], images[2] + images[3], images[4] + images[5]), 1) * small.scale
+    there = small.slots >= 0
     out = torch.zeros_like(left)
-    there = factors.slots >= 0
-    out[:, factors.slots[there].long()] = (columns * factors.scale.to(left.dtype))[:, there]
+    out[:, small.slots[there]] = columns[:, there]
     return out
 
 
@@ -188,12 +204,12 @@ def _antipodes(zero: Tensor, weight: Tensor, parity: Tensor) -> Tensor | None:
     return here[here < other] if bool((paired & same).all()) else None
 
 
-def _stands_for(factors: Factors, to_grid: Tensor, from_grid: Tensor) -> bool:
-    """Whether the factors give the product of the projectors; they are compared on random numbers."""
+def _stands_for(small: Reduced, to_grid: Tensor, from_grid: Tensor) -> bool:
+    """Whether the small projectors give the product of the large ones; they are compared on random numbers."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(4, to_grid.shape[1], dtype=torch.float64, generator=generator) for _ in range(2))
     expected = ((left @ to_grid.T) * (right @ to_grid.T)) @ from_grid
-    return bool((product(left, right, factors) - expected).abs().amax() <= PRODUCT_TOLERANCE * expected.abs().amax())
+    return bool((product(left, right, small) - expected).abs().amax() <= TOLERANCE * expected.abs().amax())
 
 
 def _cube_root(x: Tensor) -> Tensor:

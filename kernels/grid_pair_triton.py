@@ -5,15 +5,16 @@ All results of all orders are sums of products of two operands on the grid,
     out = Σ_terms back(there(x) · there(y))
 
 and so every kernel is made of one routine. It walks the grid in blocks of points and keeps nothing of it in memory. A
-program owns a block of columns of one result: a column is one channel of one focus stream of one node, so that N · F · C
-of them stand side by side, whatever C is. [columns, slots] times [slots, points] gives values at points; their product,
-[columns, points], stays in the registers in which the next matrix product, with [points, slots], takes it.
+program owns a block of columns of one result: a column is one channel of one focus stream of one node, so that
+N · F · C of them stand side by side, whatever C is. [columns, slots] times [slots, points] gives values at points;
+their product, [columns, points], stays in the registers in which the next matrix product, with [points, slots],
+takes it.
 
     dense       any projectors
     factored    the small projectors of grid_pair_factors.py, for grids on the rotation group
 
-Results of one kernel do not share the projections they have in common: with two operands at a time the registers suffice,
-with five they do not, and then a kernel is several times slower than its parts.
+Results of one kernel do not share the projections they have in common: with two operands at a time the registers
+suffice, with five they do not, and then a kernel is several times slower than its parts.
 
 Operands are float32 or bfloat16; products are accumulated in float32. Tensor cores do not take float32, so that:
 
@@ -88,8 +89,8 @@ def _tile(matrix, point, first, POINTS: tl.constexpr, WIDTH: tl.constexpr, SIZE:
 
 
 @triton.jit
-def _add_dense(
-    total, x, x_base, x_row, y, y_base, y_row, there, x_matrix, y_matrix, back_matrix,
+def _dense(
+    x, x_base, x_row, x_matrix, y, y_base, y_row, y_matrix, back, total, there,
     K: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -102,8 +103,7 @@ def _add_dense(
         point = first + tl.arange(0, BLOCK)
         x_values = _to_points(x_data, _tile(x_matrix, point, 0, POINTS, WIDTH, WIDTH), PRECISION)
         y_values = _to_points(y_data, _tile(y_matrix, point, 0, POINTS, WIDTH, WIDTH), PRECISION)
-        back = _tile(back_matrix, point, 0, POINTS, WIDTH, WIDTH)
-        total = _to_slots(total, x_values * y_values, back, PRECISION)
+        total = _to_slots(total, x_values * y_values, _tile(back, point, 0, POINTS, WIDTH, WIDTH), PRECISION)
     return total
 
 
@@ -125,15 +125,14 @@ def dense_forward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = back(left · right)."""
+    """Write back(left · right)."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
-    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    total = _add_dense(total, left, at_left, left_d, right, at_right, right_d, there, to_grid, to_grid, from_grid,
-                       K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-    _store_dense(out, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+    total = _dense(
+        left, node * left_n + focus * left_f + channel, left_d, to_grid,
+        right, node * right_n + focus * right_f + channel, right_d, to_grid,
+        from_grid, tl.zeros([COLUMNS, WIDTH], tl.float32), there, K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION,
+    )  # fmt: skip
+    _store_dense(out, node * out_n + focus * out_f + channel, out_d, there, total, K, C, SLOTS, WIDTH)
 
 
 @specialise(aligned=("to_grid", "from_grid"))
@@ -147,21 +146,20 @@ def dense_backward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out_left = grad · right and out_right = grad · left."""
+    """Write out_left = grad · right and out_right = grad · left; the second axis of the grid says which."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_grad = node * grad_n + focus * grad_f + channel
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
-    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
     if tl.program_id(1) == 0:
-        total = _add_dense(total, grad, at_grad, grad_d, right, at_right, right_d, there, from_grid, to_grid, to_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        _store_dense(out_left, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+        y, y_n, y_d, y_f = right, right_n, right_d, right_f
+        out = out_left
     else:
-        total = _add_dense(total, grad, at_grad, grad_d, left, at_left, left_d, there, from_grid, to_grid, to_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        _store_dense(out_right, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+        y, y_n, y_d, y_f = left, left_n, left_d, left_f
+        out = out_right
+    total = _dense(
+        grad, node * grad_n + focus * grad_f + channel, grad_d, from_grid,
+        y, node * y_n + focus * y_f + channel, y_d, to_grid,
+        to_grid, tl.zeros([COLUMNS, WIDTH], tl.float32), there, K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION,
+    )  # fmt: skip
+    _store_dense(out, node * out_n + focus * out_f + channel, out_d, there, total, K, C, SLOTS, WIDTH)
 
 
 @specialise(aligned=("to_grid", "from_grid"))
@@ -177,29 +175,38 @@ def dense_double_backward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, SLOTS: tl.constexpr, POINTS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out_grad = grad_left · right + left · grad_right, out_left = grad · grad_right, out_right = grad · grad_left."""
+    """Write one of three results, by the grid's second axis.
+
+    out_grad = grad_left · right + left · grad_right, out_left = grad · grad_right, out_right = grad · grad_left.
+    """
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_gl = node * gl_n + focus * gl_f + channel
-    at_gr = node * gr_n + focus * gr_f + channel
-    at_grad = node * grad_n + focus * grad_f + channel
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
-    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    if tl.program_id(1) == 0:
-        total = _add_dense(total, grad_left, at_gl, gl_d, right, at_right, right_d, there, to_grid, to_grid, from_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        total = _add_dense(total, left, at_left, left_d, grad_right, at_gr, gr_d, there, to_grid, to_grid, from_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        _store_dense(out_grad, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
-    elif tl.program_id(1) == 1:
-        total = _add_dense(total, grad, at_grad, grad_d, grad_right, at_gr, gr_d, there, from_grid, to_grid, to_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        _store_dense(out_left, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+    result = tl.program_id(1)
+    if result == 0:
+        out, terms, back, x_matrix = out_grad, 2, from_grid, to_grid
+    elif result == 1:
+        out, terms, back, x_matrix = out_left, 1, to_grid, from_grid
     else:
-        total = _add_dense(total, grad, at_grad, grad_d, grad_left, at_gl, gl_d, there, from_grid, to_grid, to_grid,
-                           K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION)  # fmt: skip
-        _store_dense(out_right, at_out, out_d, there, total, K, C, SLOTS, WIDTH)
+        out, terms, back, x_matrix = out_right, 1, to_grid, from_grid
+    total = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    for term in range(terms):
+        if result == 0 and term == 0:
+            x, x_n, x_d, x_f = grad_left, gl_n, gl_d, gl_f
+            y, y_n, y_d, y_f = right, right_n, right_d, right_f
+        elif result == 0:
+            x, x_n, x_d, x_f = left, left_n, left_d, left_f
+            y, y_n, y_d, y_f = grad_right, gr_n, gr_d, gr_f
+        elif result == 1:
+            x, x_n, x_d, x_f = grad, grad_n, grad_d, grad_f
+            y, y_n, y_d, y_f = grad_right, gr_n, gr_d, gr_f
+        else:
+            x, x_n, x_d, x_f = grad, grad_n, grad_d, grad_f
+            y, y_n, y_d, y_f = grad_left, gl_n, gl_d, gl_f
+        total = _dense(
+            x, node * x_n + focus * x_f + channel, x_d, x_matrix,
+            y, node * y_n + focus * y_f + channel, y_d, to_grid,
+            back, total, there, K, C, SLOTS, POINTS, WIDTH, BLOCK, PRECISION,
+        )  # fmt: skip
+    _store_dense(out, node * out_n + focus * out_f + channel, out_d, there, total, K, C, SLOTS, WIDTH)
 
 
 # Factored projectors. z, c, s and the classes e (even) and o (odd) are those of grid_pair_factors.py. A column has four
@@ -216,31 +223,35 @@ def _parts(table, N: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """x as h + l / 2048 in float16."""
+    """The two float16 numbers h and l with x = h + l / 2048."""
     high = x.to(tl.float16)
     return high, ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
 
 
 @triton.jit
+def _scales(scale, scaled, N: tl.constexpr, W: tl.constexpr):
+    """The scale of the four parts as [1, slots], or ones."""
+    t0, t1, t2, t3 = _parts(scale, N, W)
+    t0, t1 = tl.where(scaled, t0, 1.0), tl.where(scaled, t1, 1.0)
+    t2, t3 = tl.where(scaled, t2, 1.0), tl.where(scaled, t3, 1.0)
+    return t0[None, :], t1[None, :], t2[None, :], t3[None, :]
+
+
+@triton.jit
 def _load_parts(
-    pointer, base, row, there, slots, scale, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    SCALED: tl.constexpr, SPLIT: tl.constexpr,
+    pointer, base, row, scaled, there, slots, scale, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    W: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """An operand in its four parts, each as high and low part, and the largest number of each column.
 
     An incoming gradient is scaled first. Without SPLIT the low parts mean nothing and the largest number is one.
     """
     p0, p1, p2, p3 = _parts(slots, N, W)
-    x0 = _load(pointer, base, there, p0, row, K, C)
-    x1 = _load(pointer, base, there, p1, row, K, C)
-    x2 = _load(pointer, base, there, p2, row, K, C)
-    x3 = _load(pointer, base, there, p3, row, K, C)
-    if SCALED:
-        t0, t1, t2, t3 = _parts(scale, N, W)
-        x0 = (x0 * t0[None, :]).to(x0.dtype)
-        x1 = (x1 * t1[None, :]).to(x0.dtype)
-        x2 = (x2 * t2[None, :]).to(x0.dtype)
-        x3 = (x3 * t3[None, :]).to(x0.dtype)
+    t0, t1, t2, t3 = _scales(scale, scaled, N, W)
+    x0 = _load(pointer, base, there, p0, row, K, C) * t0
+    x1 = _load(pointer, base, there, p1, row, K, C) * t1
+    x2 = _load(pointer, base, there, p2, row, K, C) * t2
+    x3 = _load(pointer, base, there, p3, row, K, C) * t3
     if SPLIT:
         low = tl.maximum(tl.max(tl.abs(x0), 1), tl.max(tl.abs(x1), 1))
         high = tl.maximum(tl.max(tl.abs(x2), 1), tl.max(tl.abs(x3), 1))
@@ -252,6 +263,8 @@ def _load_parts(
         h3, l3 = _halves(x3 * inverse)
         return h0, h1, h2, h3, l0, l1, l2, l3, largest
     else:
+        kind = pointer.dtype.element_ty
+        x0, x1, x2, x3 = x0.to(kind), x1.to(kind), x2.to(kind), x3.to(kind)
         return x0, x1, x2, x3, x0, x1, x2, x3, tl.full([base.shape[0]], 1.0, tl.float32)
 
 
@@ -291,18 +304,18 @@ def _back(total, values, m_high, m_low, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _add_factored(
-    q0, q1, q2, q3, x, x_base, x_row, y, y_base, y_row, there, matrix, slots, scale,
+def _factored(
+    q0, q1, q2, q3, x, x_base, x_row, scaled, y, y_base, y_row, there, matrix, slots, scale,
     K: tl.constexpr, C: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Add the product of two operands, the first scaled or not, to the four parts of a result."""
     WIDTH: tl.constexpr = 2 * N + 4 * W
     x0, x1, x2, x3, x0_, x1_, x2_, x3_, x_max = _load_parts(
-        x, x_base, x_row, there, slots, scale, K, C, N, W, SCALED, SPLIT
+        x, x_base, x_row, scaled, there, slots, scale, K, C, N, W, SPLIT
     )
     y0, y1, y2, y3, y0_, y1_, y2_, y3_, y_max = _load_parts(
-        y, y_base, y_row, there, slots, scale, K, C, N, W, False, SPLIT
+        y, y_base, y_row, False, there, slots, scale, K, C, N, W, SPLIT
     )
     r0, r1, r2, r3 = _nothing(x_base.shape[0], N, W)
     for first in range(0, POINTS, BLOCK):
@@ -346,18 +359,16 @@ def _nothing(COLUMNS: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _store_parts(
-    out, base, row, there, slots, scale, q0, q1, q2, q3, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    W: tl.constexpr, SCALED: tl.constexpr,
+    out, base, row, there, slots, scale, scaled, q0, q1, q2, q3, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     """Write the four parts of a result, scaled or not."""
     p0, p1, p2, p3 = _parts(slots, N, W)
-    if SCALED:
-        t0, t1, t2, t3 = _parts(scale, N, W)
-        q0, q1, q2, q3 = q0 * t0[None, :], q1 * t1[None, :], q2 * t2[None, :], q3 * t3[None, :]
-    _store(out, base, there, p0, row, q0, K, C)
-    _store(out, base, there, p1, row, q1, K, C)
-    _store(out, base, there, p2, row, q2, K, C)
-    _store(out, base, there, p3, row, q3, K, C)
+    t0, t1, t2, t3 = _scales(scale, scaled, N, W)
+    _store(out, base, there, p0, row, q0 * t0, K, C)
+    _store(out, base, there, p1, row, q1 * t1, K, C)
+    _store(out, base, there, p2, row, q2 * t2, K, C)
+    _store(out, base, there, p3, row, q3 * t3, K, C)
 
 
 @specialise(aligned=("matrix", "slots", "scale"))
@@ -370,17 +381,16 @@ def factored_forward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale · (left · right)."""
+    """Write scale · (left · right)."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
     q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
-    q0, q1, q2, q3 = _add_factored(
-        q0, q1, q2, q3, left, at_left, left_d, right, at_right, right_d, there, matrix, slots, scale,
-        K, C, POINTS, N, W, BLOCK, SPLIT, False,
+    q0, q1, q2, q3 = _factored(
+        q0, q1, q2, q3, left, node * left_n + focus * left_f + channel, left_d, False,
+        right, node * right_n + focus * right_f + channel, right_d, there, matrix, slots, scale,
+        K, C, POINTS, N, W, BLOCK, SPLIT,
     )  # fmt: skip
-    _store_parts(out, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
+    base = node * out_n + focus * out_f + channel
+    _store_parts(out, base, out_d, there, slots, scale, True, q0, q1, q2, q3, K, C, N, W)
 
 
 @specialise(aligned=("matrix", "slots", "scale"))
@@ -394,25 +404,22 @@ def factored_backward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out_left = (scale · grad) · right and out_right = (scale · grad) · left."""
+    """Write out_left = (scale · grad) · right and out_right = (scale · grad) · left, by the grid's second axis."""
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_grad = node * grad_n + focus * grad_f + channel
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
-    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
     if tl.program_id(1) == 0:
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, grad, at_grad, grad_d, right, at_right, right_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, True,
-        )  # fmt: skip
-        _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+        y, y_n, y_d, y_f = right, right_n, right_d, right_f
+        out = out_left
     else:
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, grad, at_grad, grad_d, left, at_left, left_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, True,
-        )  # fmt: skip
-        _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+        y, y_n, y_d, y_f = left, left_n, left_d, left_f
+        out = out_right
+    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
+    q0, q1, q2, q3 = _factored(
+        q0, q1, q2, q3, grad, node * grad_n + focus * grad_f + channel, grad_d, True,
+        y, node * y_n + focus * y_f + channel, y_d, there, matrix, slots, scale,
+        K, C, POINTS, N, W, BLOCK, SPLIT,
+    )  # fmt: skip
+    base = node * out_n + focus * out_f + channel
+    _store_parts(out, base, out_d, there, slots, scale, False, q0, q1, q2, q3, K, C, N, W)
 
 
 @specialise(aligned=("matrix", "slots", "scale"))
@@ -428,37 +435,40 @@ def factored_double_backward(
     K: tl.constexpr, C: tl.constexpr, F: tl.constexpr, POINTS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out_grad = scale · (grad_left · right + left · grad_right), out_left = (scale · grad) · grad_right, and so on."""
+    """Write one of three results, by the grid's second axis.
+
+    out_grad = scale · (grad_left · right + left · grad_right), out_left = (scale · grad) · grad_right, and
+    out_right = (scale · grad) · grad_left.
+    """
     node, focus, channel, there = _columns(columns, C, F, COLUMNS)
-    at_gl = node * gl_n + focus * gl_f + channel
-    at_gr = node * gr_n + focus * gr_f + channel
-    at_grad = node * grad_n + focus * grad_f + channel
-    at_left = node * left_n + focus * left_f + channel
-    at_right = node * right_n + focus * right_f + channel
-    at_out = node * out_n + focus * out_f + channel
-    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
-    if tl.program_id(1) == 0:
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, grad_left, at_gl, gl_d, right, at_right, right_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, False,
-        )  # fmt: skip
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, left, at_left, left_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, False,
-        )  # fmt: skip
-        _store_parts(out_grad, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, True)
-    elif tl.program_id(1) == 1:
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, grad, at_grad, grad_d, grad_right, at_gr, gr_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, True,
-        )  # fmt: skip
-        _store_parts(out_left, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+    result = tl.program_id(1)
+    if result == 0:
+        out, terms = out_grad, 2
+    elif result == 1:
+        out, terms = out_left, 1
     else:
-        q0, q1, q2, q3 = _add_factored(
-            q0, q1, q2, q3, grad, at_grad, grad_d, grad_left, at_gl, gl_d, there, matrix, slots, scale,
-            K, C, POINTS, N, W, BLOCK, SPLIT, True,
+        out, terms = out_right, 1
+    q0, q1, q2, q3 = _nothing(COLUMNS, N, W)
+    for term in range(terms):
+        if result == 0 and term == 0:
+            x, x_n, x_d, x_f = grad_left, gl_n, gl_d, gl_f
+            y, y_n, y_d, y_f = right, right_n, right_d, right_f
+        elif result == 0:
+            x, x_n, x_d, x_f = left, left_n, left_d, left_f
+            y, y_n, y_d, y_f = grad_right, gr_n, gr_d, gr_f
+        elif result == 1:
+            x, x_n, x_d, x_f = grad, grad_n, grad_d, grad_f
+            y, y_n, y_d, y_f = grad_right, gr_n, gr_d, gr_f
+        else:
+            x, x_n, x_d, x_f = grad, grad_n, grad_d, grad_f
+            y, y_n, y_d, y_f = grad_left, gl_n, gl_d, gl_f
+        q0, q1, q2, q3 = _factored(
+            q0, q1, q2, q3, x, node * x_n + focus * x_f + channel, x_d, result != 0,
+            y, node * y_n + focus * y_f + channel, y_d, there, matrix, slots, scale,
+        K, C, POINTS, N, W, BLOCK, SPLIT,
         )  # fmt: skip
-        _store_parts(out_right, at_out, out_d, there, slots, scale, q0, q1, q2, q3, K, C, N, W, False)
+    base = node * out_n + focus * out_f + channel
+    _store_parts(out, base, out_d, there, slots, scale, result == 0, q0, q1, q2, q3, K, C, N, W)
 
 
 FORWARD, BACKWARD, DOUBLE_BACKWARD = range(3)

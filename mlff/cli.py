@@ -1,4 +1,4 @@
-"""The command `mlff`: finetune, train, evaluate, presets. Keys are given as key=value; there are no flags."""
+"""The command `mlff`: finetune, train, evaluate, presets, launches. Keys are given as key=value; there are no flags."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _COMMANDS = {
     "train": "train from scratch: mlff train preset=neo data.train=mine.xyz",
     "evaluate": "errors on labelled structures: mlff evaluate weights=runs/x/model.safetensors data.test=test.xyz",
     "presets": "list the presets",
+    "launches": "how kernels are cut on a GPU that need not be there: mlff launches preset=pro arch=sm_80,sm_120",
 }
 
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": train,
         "evaluate": evaluate,
         "presets": list_presets,
+        "launches": list_launches,
     }
     if name not in actions:
         return _mistake(f"there is no command {name!r}; the commands are {', '.join(_COMMANDS)}.")
@@ -114,6 +116,30 @@ def list_presets(arguments: Sequence[str] = ()) -> int:
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
             print("  ".join(cells).rstrip())
+
+    return _guarded(action)
+
+
+def list_launches(arguments: Sequence[str] = ()) -> int:
+    """Print the launch of each kernel of a preset on named architectures, by compiling for them; no GPU is needed."""
+
+    def action() -> None:
+        given = dict(word.partition("=")[::2] for word in arguments)
+        for key in given:
+            if key not in ("preset", "arch"):
+                raise ValueError(f"mlff launches takes preset=NAME,… and arch=sm_80,…; got {key!r}.")
+        try:
+            from mlff import launches
+        except ImportError as error:
+            raise ValueError(
+                f"mlff launches compiles kernels and needs Triton: pip install triton. ({error})"
+            ) from None
+
+        names = launches.read_presets(given.get("preset", ""))
+        capabilities = launches.read_capabilities(given.get("arch", ""))
+        print(launches.HEADER, flush=True)
+        for row in launches.rows(names, capabilities):
+            print(launches.line(row), flush=True)
 
     return _guarded(action)
 

@@ -6,6 +6,7 @@ coefficients is. Quadratures are exact for the product, except the latitude-long
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -14,26 +15,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mlff.kernels.grid_pair import grid_pair
+from mlff.kernels.grid_pair_factors import Factors, factorise
 from mlff.sezm.harmonics import WignerRows, edge_frames, packed_degrees, reduced_layout, spherical_harmonics
 from mlff.sezm.lebedev import lebedev_rule
 from mlff.sezm.linear import DegreeLinear, FocusLinear, routed, uniform
 from mlff.sezm.tables import Tables
 
+FACTOR_NAMES = tuple(field.name for field in dataclasses.fields(Factors))
+
 
 class Grid(Tables):
-    """Projectors of coefficient rows to a grid and back. `frames` is K; both matrices are (G, rows K), K fastest."""
+    """Projectors of coefficient rows to a grid and back. `frames` is K; both matrices are (G, rows K), K fastest.
+
+    With `rolls`, points stand in groups of so many equal rolls about one axis, which a GPU makes use of.
+    """
 
     def __init__(
-        self, to_grid: Tensor, from_grid: Tensor, degree: int, frames: int, row_degrees: Int[Tensor, "R"]
+        self,
+        to_grid: Tensor,
+        from_grid: Tensor,
+        degree: int,
+        frames: int,
+        row_degrees: Int[Tensor, "R"],
+        rolls: int | None = None,
     ) -> None:
         super().__init__()
         self.degree, self.frames, self.row_degrees = degree, frames, row_degrees
         self.table("to_grid", to_grid)
         self.table("from_grid", from_grid)
+        factors = None if rolls is None else factorise(to_grid, from_grid, row_degrees, rolls)
+        self.factored = factors is not None
+        if factors is not None:
+            for name, values in vars(factors).items():
+                self.table(name, values)
 
     def forward(self, left: Float[Tensor, "N R F KC"], right: Float[Tensor, "N R F KC"]) -> Float[Tensor, "N R F KC"]:
         """Return the projection of the pointwise product."""
-        return grid_pair(left, right, self.get_buffer("to_grid"), self.get_buffer("from_grid"), self.frames)
+        factors = Factors(**{name: self.get_buffer(name) for name in FACTOR_NAMES}) if self.factored else None
+        return grid_pair(left, right, self.get_buffer("to_grid"), self.get_buffer("from_grid"), self.frames, factors)
 
 
 def sphere_grid(degree: int, order: int | None = None, lebedev: bool = True, isotropic: bool = True) -> Grid:
@@ -79,7 +98,7 @@ def rotation_grid(degree: int, kmax: int, order: int | None = None) -> Grid:
                 to_grid[:, row, frame] = wigner[l][:, k + min(kmax, l), packed - l * l]
     quadrature = weights.repeat_interleave(rolls)[:, None, None] / rolls
     from_grid = to_grid * quadrature * (2 * degrees + 1)[:, None]
-    return Grid(to_grid.flatten(1), from_grid.flatten(1), degree, len(ks), degrees)
+    return Grid(to_grid.flatten(1), from_grid.flatten(1), degree, len(ks), degrees, rolls)
 
 
 class GridNet(nn.Module):

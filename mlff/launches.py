@@ -1,0 +1,165 @@
+"""Which launches a preset's kernels get on a GPU that need not be there: the table of `mlff launches`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlff import presets
+from mlff.graph import Graph
+from mlff.kernels.grid_pair_triton import Geometry
+from mlff.kernels.launch import SHARED_MEMORY, fit_offline
+from mlff.sezm.grid import Grid
+from mlff.sezm.potential import SeZM
+
+ORDERS = ("forward", "backward", "second backward")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one geometry on one architecture; `launch` is None where plain PyTorch would run."""
+
+    presets: tuple[str, ...]
+    kernel: str
+    geometry: str
+    order: str
+    dtype: str
+    capability: int
+    launch: str | None
+    shared: int  # bytes
+
+    @property
+    def limit(self) -> int:
+        """Shared memory that a block may have, in bytes."""
+        return SHARED_MEMORY[self.capability]
+
+
+@torch.no_grad()
+def grid_shapes(preset: str) -> list[dict[str, Any]]:
+    """Return what a preset's grids are called with, each shape once: arguments of `Geometry.of` without the dtype.
+
+    They are read off a run of the model on two atoms, so that nothing here has to know how the model uses its grids.
+    """
+    model = SeZM.from_preset(preset, ["H"])
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def look(module: Grid, inputs: tuple[Tensor, ...]) -> None:
+        focus, width = inputs[0].shape[2:]
+        projector = tuple(module.get_buffer("to_grid").shape)
+        small = None
+        if module.factored:
+            small = (*module.get_buffer("rounded").shape, len(module.get_buffer("slots")))
+        shape = {
+            "focus": focus,
+            "channels": width // module.frames,
+            "n_frames": module.frames,
+            "projector": projector,
+            "factors": small,
+        }
+        found[tuple(shape.values())] = shape
+
+    for module in model.modules():
+        if isinstance(module, Grid):
+            module.register_forward_pre_hook(look)
+    model(_pair())
+    return list(found.values())
+
+
+def _pair() -> Graph:
+    """Two hydrogen atoms 1 Å apart."""
+    ends = torch.tensor([0, 1])
+    return Graph(
+        positions=torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64),
+        numbers=torch.tensor([1, 1]),
+        structure=torch.tensor([0, 0]),
+        senders=ends.flip(0),
+        receivers=ends,
+        shifts=torch.zeros(2, 3, dtype=torch.float64),
+        cell=torch.zeros(1, 3, 3, dtype=torch.float64),
+        pbc=torch.zeros(1, 3, dtype=torch.bool),
+        charge=torch.zeros(1),
+        spin=torch.zeros(1),
+    )
+
+
+def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
+    """Yield a row for each kernel × geometry × order × dtype × architecture; equal geometries of presets share one."""
+    users: dict[tuple[Any, ...], list[str]] = {}
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in names:
+        for shape in grid_shapes(name):
+            key = tuple(shape.values())
+            shapes[key] = shape
+            users.setdefault(key, []).append(name)
+    for key, shape in shapes.items():
+        for dtype_name, dtype in DTYPES.items():
+            geometry = Geometry.of(dtype, **shape)
+            for order, order_name in enumerate(ORDERS):
+                for capability in capabilities:
+                    fit = fit_offline(
+                        geometry.kernel(order),
+                        geometry.arguments(order),
+                        dict(geometry.constants),
+                        geometry.candidates(),
+                        capability,
+                    )
+                    constants = " ".join(f"{k}={v}" for k, v in geometry.constants if k != "SPLIT")
+                    yield Row(
+                        presets=tuple(users[key]),
+                        kernel=f"grid_pair, {geometry.form}",
+                        geometry=constants,
+                        order=order_name,
+                        dtype=dtype_name,
+                        capability=capability,
+                        launch=None if fit is None else str(fit.launch),
+                        shared=0 if fit is None else fit.shared,
+                    )
+
+
+HEADER = (
+    "| presets | kernel | geometry | order | operands | arch | launch | shared memory, B | limit, B |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: Row) -> str:
+    """Return a row of the table, in Markdown."""
+    launch, shared = (row.launch, str(row.shared)) if row.launch else ("none fits: plain PyTorch", "-")
+    names, arch = ", ".join(row.presets), f"sm_{row.capability}"
+    cells = (names, row.kernel, row.geometry, row.order, row.dtype, arch, launch, shared, str(row.limit))
+    return f"| {' | '.join(cells)} |"
+
+
+def read_capabilities(text: str) -> list[int]:
+    """Return 90 for sm_90, and so on for a list with commas; all that are known for an empty text.
+
+    Raises:
+        ValueError: an architecture is not known here.
+    """
+    known = {f"sm_{number}": number for number in SHARED_MEMORY}
+    chosen = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"arch must be of {', '.join(known)}; got {word!r}.{hint}")
+        chosen.append(known[word])
+    return chosen or [80, 86, 89, 90, 100, 120]
+
+
+def read_presets(text: str) -> list[str]:
+    """Return the names of a list with commas; all presets for an empty text.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        presets.open_yaml(name).close()
+    return names or list(presets.names())
