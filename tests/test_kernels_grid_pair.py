@@ -379,11 +379,14 @@ def test_a2_a8_a9_compiled_cold(dtype: torch.dtype, factored: bool) -> None:
 
 @pytest.mark.gpu
 def test_a8_the_reference_takes_over_in_eager_and_under_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlff.kernels import grid_pair_triton
+    from triton.runtime.errors import OutOfResources
+
     from mlff.kernels import launch as launcher
 
-    too_large = (grid_pair_triton._launch(256, 256, 8, 4, "tf32x3"),)
-    monkeypatch.setattr(grid_pair_triton, "DENSE_FLOAT32", too_large)
+    def too_small(*asked: object) -> int:
+        raise OutOfResources(1, 0, "shared memory")
+
+    monkeypatch.setattr(launcher, "_on_device", lambda device: too_small)
     launcher.forget()
     grid = rotation_grid(3, 1).to("cuda")
     grid.factored = False
