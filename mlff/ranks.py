@@ -40,7 +40,7 @@ def total(values: Tensor) -> Tensor:
     if count() == 1:
         return values
     values = values.detach().clone()
-    distributed.all_reduce(values)
+    distributed.all_reduce(values, group=None if values.is_cuda else _host_group())
     return values
 
 
