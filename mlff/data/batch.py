@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class BudgetSampler(Sampler[list[int]]):
     same step are of similar cost (edges, or atoms where edges are not counted); without it, structures keep their
     order.
 
-    A structure above a budget is a batch of its own, with one warning. Where the number of batches is no multiple of
+    A structure above a budget is a batch of its own, with one warning, or an error if `oversized` says so. Where the number of batches is no multiple of
     the number of ranks, the largest are split. Where every batch is a single structure already, some come twice; with
     `shuffle` under their index, without it under index - S, counted from the end as Python does it, so that whoever
     averages over structures can tell.
@@ -93,7 +93,8 @@ class BudgetSampler(Sampler[list[int]]):
         rank: which of the ranks this is.
         world_size: number of ranks.
         shuffle: whether to mix structures, differently in each epoch.
-        place: gives a structure's name for the warning, as file and frame; None = its index says enough.
+        place: gives a structure's name for messages, as file and frame; None = its index says enough.
+        oversized: what a structure above a budget is: `batch` or `error`.
 
     Attributes:
         epoch: whose batches come next.
@@ -102,7 +103,8 @@ class BudgetSampler(Sampler[list[int]]):
         sampler: the sampler itself; Lightning calls `set_epoch` on it where it counts epochs.
 
     Raises:
-        ValueError: there is no structure, a budget is not positive, or the rank is not one of the ranks.
+        ValueError: there is no structure, a budget is not positive, the rank is not one of the ranks, or a structure is
+            above a budget where `oversized` is `error`.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class BudgetSampler(Sampler[list[int]]):
         world_size: int = 1,
         shuffle: bool = True,
         place: Callable[[int], str] | None = None,
+        oversized: Literal["batch", "error"] = "batch",
     ) -> None:
         self._atoms = np.asarray(n_atoms, dtype=np.int64)
         self._edges = None if n_edges is None else np.asarray(n_edges, dtype=np.int64)
@@ -135,7 +138,18 @@ class BudgetSampler(Sampler[list[int]]):
         self.epoch = 0
         self.start = 0
         self._planned: tuple[int, list[list[int]]] | None = None
-        self._warn_of_large_structures(place)
+        self._tell_of_large_structures(place, oversized)
+
+    @property
+    def plan_of(self) -> dict[str, int]:
+        """What the batches of an epoch follow from: with other values, a place in the middle of it means nothing."""
+        return {
+            "seed": self.seed,
+            "structures": len(self._atoms),
+            "batch_atoms": self.batch_atoms,
+            "batch_edges": self.batch_edges,
+            "ranks": self.world_size,
+        }
 
     @property
     def sampler(self) -> BudgetSampler:
@@ -174,11 +188,16 @@ class BudgetSampler(Sampler[list[int]]):
             repeat += 1
         if not self.shuffle:
             return batches[self.rank :: ranks]
-        costs = [self._cost(batch) for batch in batches]
-        ordered = [batches[place] for place in np.argsort(costs, kind="stable")]
-        steps = [ordered[first : first + ranks] for first in range(0, len(ordered), ranks)]
-        turns = [random.permutation(ranks) for _ in steps]  # no rank has the larger one always
-        return [steps[step][turns[step][self.rank]] for step in random.permutation(len(steps))]
+        costs = np.array([self._cost(batch) for batch in batches])
+        # Neighbours by cost meet at a step, so that no rank waits long for another. Within a step the costlier batch goes
+        # to the rank that has had less so far, so that all have the same work in the end.
+        steps = np.argsort(costs, kind="stable")[::-1].reshape(-1, ranks)
+        had, mine = np.zeros(ranks, np.int64), []
+        for step in random.permutation(len(steps)).tolist():
+            order = np.lexsort((random.permutation(ranks), had))  # from the rank with the least; ties by chance
+            had[order] += costs[steps[step]]
+            mine.append(batches[steps[step][np.flatnonzero(order == self.rank)[0]]])
+        return mine
 
     def _filled(self, order: np.ndarray, open_batches: int) -> list[list[int]]:
         """Put structures into batches in order: each into the first open one that has room."""
@@ -226,8 +245,8 @@ class BudgetSampler(Sampler[list[int]]):
     def _costs(self) -> np.ndarray:
         return self._atoms if self._edges is None else self._edges
 
-    def _warn_of_large_structures(self, place: Callable[[int], str] | None) -> None:
-        if self.rank:  # the others would say the same
+    def _tell_of_large_structures(self, place: Callable[[int], str] | None, oversized: str) -> None:
+        if self.rank and oversized == "batch":  # the others would say the same
             return
         budgets = [("atoms", self._atoms, self.batch_atoms)]
         if self.batch_edges and self._edges is not None:
@@ -238,10 +257,17 @@ class BudgetSampler(Sampler[list[int]]):
                 first = int(large[0])
                 where = f", {place(first)}" if place is not None else ""
                 others = f" ({len(large) - 1} more are too large)" if len(large) > 1 else ""
-                warnings.warn(
+                found = (
                     f"structure {first} (counted from 0{where}) has {counts[first]} {what}, more than "
-                    f"training.batch_{what}={most}: it is a batch of its own{others}. If memory suffices, raise "
-                    f"training.batch_{what}.",
+                    f"training.batch_{what}={most}"
+                )
+                if oversized == "error":
+                    raise ValueError(
+                        f"{found}{others}. Raise training.batch_{what}, remove the structure, or take such structures "
+                        "as batches of their own: training.oversized=batch."
+                    )
+                warnings.warn(
+                    f"{found}: it is a batch of its own{others}. If memory suffices, raise training.batch_{what}.",
                     stacklevel=3,
                 )
 
@@ -288,6 +314,7 @@ def loader(
     rank: int = 0,
     world_size: int = 1,
     start_method: str | None = None,
+    oversized: Literal["batch", "error"] = "batch",
 ) -> DataLoader[Any]:
     """Return the batches of a data set: a `DataLoader` that gives (Graph, Targets) of several structures.
 
@@ -307,9 +334,10 @@ def loader(
         rank: which of the ranks this is.
         world_size: number of ranks.
         start_method: how workers begin (fork, spawn or forkserver); None = Python's default.
+        oversized: what a structure above a budget is: `batch`, one of its own, or `error`.
 
     Raises:
-        ValueError: the data set is empty or a budget is not positive.
+        ValueError: the data set is empty, a budget is not positive, or a structure above one is an error.
     """
     n_edges = dataset.n_edges() if len(dataset) and (batch_edges or world_size > 1) else None
     sampler = BudgetSampler(
@@ -322,6 +350,7 @@ def loader(
         world_size,
         shuffle,
         place=getattr(dataset, "place", None),
+        oversized=oversized,
     )
     return DataLoader(
         dataset if shuffle or world_size == 1 else _CountedOnce(dataset),  # type: ignore[arg-type]
