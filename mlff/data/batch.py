@@ -79,10 +79,10 @@ class BudgetSampler(Sampler[list[int]]):
     same step are of similar cost (edges, or atoms where edges are not counted); without it, structures keep their
     order.
 
-    A structure above a budget is a batch of its own, with one warning, or an error if `oversized` says so. Where the number of batches is no multiple of
-    the number of ranks, the largest are split. Where every batch is a single structure already, some come twice; with
-    `shuffle` under their index, without it under index - S, counted from the end as Python does it, so that whoever
-    averages over structures can tell.
+    A structure above a budget is a batch of its own, with one warning, or an error if `oversized` says so. Where the
+    number of batches is no multiple of the number of ranks, the largest are split. Where every batch is a single
+    structure already, some come twice; with `shuffle` under their index, without it under index - S, counted from the
+    end as Python does it, so that whoever averages over structures can tell.
 
     Args:
         n_atoms: atoms of each structure.
@@ -189,8 +189,8 @@ class BudgetSampler(Sampler[list[int]]):
         if not self.shuffle:
             return batches[self.rank :: ranks]
         costs = np.array([self._cost(batch) for batch in batches])
-        # Neighbours by cost meet at a step, so that no rank waits long for another. Within a step the costlier batch goes
-        # to the rank that has had less so far, so that all have the same work in the end.
+        # Neighbours by cost meet at a step, so that no rank waits long for another. Within a step the costlier batch
+        # goes to the rank that has had less so far, so that all have the same work in the end.
         steps = np.argsort(costs, kind="stable")[::-1].reshape(-1, ranks)
         had, mine = np.zeros(ranks, np.int64), []
         for step in random.permutation(len(steps)).tolist():
