@@ -77,7 +77,7 @@ class Training(pl.LightningModule):
         self.block_dtype: torch.dtype | None = None  # of the blocks' matrix products in training steps
         self.shared_out = False  # whether each rank has its own part of the optimiser's state
         self._terms: Callable[[Graph, Targets], Tensor] = self._loss_terms
-        self._plain: nn.Module | None = None  # a copy to write from, once the weights are in slices
+        self._plain: list[nn.Module] = []  # a copy to write from, once the weights are in slices; no part of the state
 
     @property
     def judged(self) -> nn.Module:
@@ -108,17 +108,17 @@ class Training(pl.LightningModule):
 
     def shard(self) -> None:
         """Cut weights and averages into slices, one a rank; before optimisers are made."""
-        self._plain = sharding.plain_copy(self.judged)
+        self._plain = [sharding.plain_copy(self.judged)]
         self._terms = sharding.shard(self.potential, self._loss_terms)
         if self.averaged is not None:
             sharding.shard(self.averaged)
 
     def to_write(self) -> nn.Module:
         """Return the weights that are validated and written, whole; all ranks must call this."""
-        if self._plain is None:
+        if not self._plain:
             return self.judged
-        self._plain.load_state_dict(sharding.whole(self.judged.state_dict()))
-        return self._plain
+        self._plain[0].load_state_dict(sharding.whole(self.judged.state_dict()))
+        return self._plain[0]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make what is random in this step a function of seed, batch and process."""
