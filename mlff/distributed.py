@@ -12,6 +12,7 @@ others where they must agree (`mlff.ranks`).
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import Any
@@ -61,6 +62,7 @@ def start(machine: TrainerConfig) -> None:
         strategy="ddp",
         plugins=environment(),
     ).launch()
+    atexit.register(ranks.leave)
     if ranks.rank():  # the first process speaks for all; errors still go to stderr
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 

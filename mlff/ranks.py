@@ -35,6 +35,13 @@ def count() -> int:
     return distributed.get_world_size() if running() else 1
 
 
+def leave() -> None:
+    """Leave the process group, at the end of a process: one that keeps it may crash in its very last moment."""
+    _host.clear()
+    if running():
+        distributed.destroy_process_group()
+
+
 def total(values: Tensor) -> Tensor:
     """Return the sum of a tensor over the ranks, without waiting for the device; all ranks must call this."""
     if count() == 1:
