@@ -7,12 +7,15 @@ This file is also the program that the ranks run: each test starts it twice with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_loss import prediction_off_by
+from test_scripts import write_structures
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
@@ -351,6 +355,137 @@ def test_ranks_agree(two):
     # One rank tells its error, the other leaves.
     assert first["from_first fails"].startswith("ValueError") and second["from_first fails"] == "SystemExit(2)"
     assert second["together fails"].startswith("ValueError") and first["together fails"] == "SystemExit(2)"
+
+
+# Whole runs, as users start them
+
+
+TINY = {**OPTIONS, "edge_norm": False}
+KEYS = ["preset=nano", "weights=none", "trainer.accelerator=cpu", "trainer.logger=none", "trainer.log_every=1"]
+KEYS += [f"model.{key}={str(value).lower()}" for key, value in TINY.items() if key != "random_gamma"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("structures")
+    return [f"data.{name}={write_structures(folder / f'{name}.xyz', 12, 3)}" for name in ("train", "valid")]
+
+
+def begin(output: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, ROOT / "scripts" / "finetune.py", *KEYS, f"output={output}", *words],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    """Wait for a run and all that it has started; return what was said."""
+    try:
+        said = process.communicate(timeout=200)
+        assert process.returncode == code, said[1]
+        return said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if float((output / "metrics.csv").read_text().splitlines()[-1].split(",")[0]) >= step:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"the run did not come to step {step}: {process.communicate()}")
+
+
+def curve(output: Path) -> dict[float, float]:
+    return {row["step"]: row["train_loss"] for row in read_metrics(output / "metrics.csv") if row["step"]}
+
+
+@pytest.mark.slow
+def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
+    """Killed, then SIGTERM to one rank of two, which ends both in order: the curve is that of an unbroken run."""
+    words = (*data, "trainer.devices=2", "training.steps=240", "training.validate_every=20", "training.batch_atoms=12")
+    finish(begin(tmp_path / "whole", *words))
+    broken = tmp_path / "broken"
+    process = begin(broken, *words)
+    wait_for_step(process, broken, 50)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert 50 <= max(curve(broken)) < 240
+    assert 40 <= last(broken)["global_step"] < max(curve(broken)) + 1
+    draft = broken / "checkpoints" / ".last.ckpt.draft"
+    draft.write_bytes((broken / "checkpoints" / "last.ckpt").read_bytes()[:1000])  # as if killed while writing
+
+    process = begin(broken, *words)
+    wait_for_step(process, broken, 130)
+    process.terminate()
+    said, errors = finish(process)
+    assert "Stopped at step" in said and "Stopping after this step" in errors
+    stopped = int(last(broken)["global_step"])
+    assert 130 <= stopped < 240 and f"Stopped at step {stopped}" in said
+    assert max(curve(broken)) == stopped
+
+    finish(begin(broken, *words))
+    expected = curve(tmp_path / "whole")
+    assert len(expected) == 240
+    assert curve(broken) == pytest.approx(expected, rel=1e-6)
+    close(last(tmp_path / "whole")["state_dict"], last(broken)["state_dict"], 1e-6)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(data, tmp_path):
+    """The run is that of the ranks that the program starts itself; another number is an error in one sentence."""
+    words = (*data, "training.steps=4", "training.validate_every=2", "training.batch_atoms=12")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    finish(begin(tmp_path / "own", *words, "trainer.devices=2"))
+    said, _ = finish(begin(tmp_path / "theirs", *words, "trainer.devices=2", launcher=launcher))
+    assert said.count("Everything goes to") == said.count("Before training:") == 1
+    assert curve(tmp_path / "theirs") == curve(tmp_path / "own")
+    _, errors = finish(begin(tmp_path / "three", *words, "trainer.devices=3", launcher=launcher), code=1)
+    assert "torchrun started 2 processes, but trainer.devices=3 times trainer.num_nodes=1 is 3." in errors
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_once(data, tmp_path):
+    """By one of two ranks, which both end."""
+    words = (*data, "trainer.devices=2", "training.batch_atoms=3", "training.oversized=error")
+    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    assert errors.count("more than training.batch_atoms=3") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a11_two_steps_of_a_small_pro_are_finite(data, tmp_path):
+    """DDP with one rank, ZeRO-1, 300 atoms a batch, float32: every floating tensor of the checkpoint."""
+    words = ["preset=pro", "trainer.devices=1", "trainer.strategy=zero1", "trainer.precision=fp32"]
+    words += ["training.batch_atoms=300", "training.steps=2", "model.channels=8", "model.n_blocks=2", "model.lmax=3"]
+    kept = [key for key in KEYS if not key.startswith(("preset", "model."))]
+    process = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "finetune.py", *kept, *data, *words, f"output={tmp_path / 'run'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    found = list(floating(last(tmp_path / "run")))
+    assert len(found) > 278
+    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    assert last(tmp_path / "run")["global_step"] == 2
+
+
+def floating(value):
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating(item)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mlff.graph import Graph, Targets
 
+_UNEVEN = 0.05  # part of a step's largest batch by which the smallest may cost less
 _OPEN_BATCHES = 16  # looked at for each structure: more fills batches no better and takes longer
 
 
@@ -190,14 +191,20 @@ class BudgetSampler(Sampler[list[int]]):
             return batches[self.rank :: ranks]
         costs = np.array([self._cost(batch) for batch in batches])
         # Neighbours by cost meet at a step, so that no rank waits long for another. Within a step the costlier batch
-        # goes to the rank that has had less so far, so that all have the same work in the end.
+        # goes to the rank that has had less so far, so that all have the same work in the end; the steps that differ
+        # most are shared out first, while the others can still make up for it.
         steps = np.argsort(costs, kind="stable")[::-1].reshape(-1, ranks)
-        had, mine = np.zeros(ranks, np.int64), []
-        for step in random.permutation(len(steps)).tolist():
-            order = np.lexsort((random.permutation(ranks), had))  # from the rank with the least; ties by chance
-            had[order] += costs[steps[step]]
-            mine.append(batches[steps[step][np.flatnonzero(order == self.rank)[0]]])
-        return mine
+        for step in steps:
+            for place, batch in zip(step.tolist(), self._evened([batches[place] for place in step]), strict=True):
+                batches[place], costs[place] = batch, self._cost(batch)
+        spread = costs[steps].max(1) - costs[steps].min(1)
+        had, mine = np.zeros(ranks, np.int64), np.zeros(len(steps), np.int64)
+        for step in np.argsort(-spread, kind="stable").tolist():
+            from_least = np.lexsort((random.permutation(ranks), had))  # ties by chance
+            from_most = steps[step][np.argsort(-costs[steps[step]], kind="stable")]
+            had[from_least] += costs[from_most]
+            mine[step] = from_most[np.flatnonzero(from_least == self.rank)[0]]
+        return [batches[mine[step]] for step in random.permutation(len(steps)).tolist()]
 
     def _filled(self, order: np.ndarray, open_batches: int) -> list[list[int]]:
         """Put structures into batches in order: each into the first open one that has room."""
@@ -225,6 +232,30 @@ class BudgetSampler(Sampler[list[int]]):
                     done.append(filling.pop(fullest)[0])
                 filling.append(([structure], most_atoms - atoms, most_edges - edges))
         return done + [batch for batch, _, _ in filling]
+
+    def _evened(self, step: list[list[int]]) -> list[list[int]]:
+        """Share the structures of a step's batches out again if one costs much less than another, as the last ones do.
+
+        Costliest first, each to the batch with the least so far that has room; if one finds no room all stays.
+        """
+        costs = [self._cost(batch) for batch in step]
+        if max(costs) - min(costs) <= _UNEVEN * max(costs):
+            return step
+        most_edges = self.batch_edges or np.iinfo(np.int64).max
+        edges_of = self._edges if self._edges is not None else np.zeros_like(self._atoms)
+        new: list[list[int]] = [[] for _ in step]
+        sums = np.zeros((len(step), 3), np.int64)  # atoms, edges, cost
+        for structure in sorted((s for batch in step for s in batch), key=lambda s: -int(self._costs[s])):
+            own = np.array([self._atoms[structure], edges_of[structure], self._costs[structure]])
+            room = (sums[:, 0] + own[0] <= self.batch_atoms) & (sums[:, 1] + own[1] <= most_edges)
+            room |= sums[:, 0] == 0  # a structure above the budget is a batch of its own
+            if not room.any():
+                return step
+            place = int(np.argmin(np.where(room, sums[:, 2], np.iinfo(np.int64).max)))
+            new[place].append(structure)
+            sums[place] += own
+        evener = all(new) and np.ptp(sums[:, 2]) < max(costs) - min(costs)
+        return new if evener else step
 
     def _split_until_divisible(self, batches: list[list[int]]) -> None:
         """Split the costliest batches in two until the ranks get equally many; the order of structures stays."""
