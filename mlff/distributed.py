@@ -13,8 +13,12 @@ others where they must agree (`mlff.ranks`).
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,13 +59,14 @@ def start(machine: TrainerConfig) -> None:
     found = torch.cuda.device_count() if machine.accelerator in ("auto", "gpu", "cuda") else 0
     if 0 < found < machine.devices:
         raise ValueError(f"trainer.devices={machine.devices}: this machine shows {found} GPUs. Give {found} or fewer.")
-    Fabric(
-        accelerator=accelerator(machine),
-        devices=machine.devices,
-        num_nodes=machine.num_nodes,
-        strategy="ddp",
-        plugins=environment(),
-    ).launch()
+    with quiet():
+        Fabric(
+            accelerator=accelerator(machine),
+            devices=machine.devices,
+            num_nodes=machine.num_nodes,
+            strategy="ddp",
+            plugins=environment(),
+        ).launch()
     atexit.register(ranks.leave)
     if ranks.rank():  # the first process speaks for all; errors still go to stderr
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -113,3 +118,21 @@ class FullySharded(DDPStrategy):
         """Return whole tensors under the names of a run on one rank."""
         assert self.lightning_module is not None
         return sharding.whole(self.lightning_module.state_dict())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's remarks on workers, devices and logging intervals off the screen; errors stay."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\..*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # copied, then
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +36,7 @@ import mlff
 from mlff import checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.derivatives import evaluate
+from mlff.distributed import quiet
 from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import Graph, Targets
@@ -530,7 +529,7 @@ def fit(
     training.block_dtype = torch.bfloat16 if config.trainer.precision == "bf16" else None
     training.shared_out = config.trainer.strategy in ("zero1", "fsdp")
     loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
-    with _precision(config.trainer.precision), _quiet():
+    with _precision(config.trainer.precision), quiet():
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
         )
@@ -542,7 +541,7 @@ def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> p
     training, machine = config.training, config.trainer
     # Lightning counts validation in batches, we in optimiser steps; once at the end is what Records asks for.
     every = training.validate_every * training.accumulate if training.validate_every else ENDLESS
-    with _quiet():
+    with quiet():
         return pl.Trainer(
             accelerator=distributed.accelerator(machine),
             devices=machine.devices,
@@ -602,24 +601,6 @@ def blocks_in(potential: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
         yield
     finally:
         potential.block_dtype = before
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning's remarks on workers, devices and logging intervals off the screen; errors stay."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning\..*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # copied, then
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def finetune(
@@ -688,6 +669,7 @@ def run(config: Config, command: Command = "finetune") -> Path:
     else:
         say(f"Continuing {folder} from its last checkpoint.")
     sets = sets.limited(config.data)
+    train_loader, valid_loader = ranks.together(lambda: sets.loaders(config))
     say(
         "Fitting reference energies …"
         if config.finetune.e0 in ("refit", "isolated")
@@ -696,7 +678,6 @@ def run(config: Config, command: Command = "finetune") -> Path:
     after, determined, remark = ranks.from_first(
         lambda: finetuning.fit_reference_energies(config, potential, sets, device)
     )
-    train_loader, valid_loader = ranks.together(lambda: sets.loaders(config))
 
     symbols = tuple(SYMBOLS[number] for number in potential.elements)
     model = ModelConfig(**{**vars(potential.options), "elements": symbols})
