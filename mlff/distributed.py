@@ -91,8 +91,16 @@ def environment() -> list[Any]:
 
     Under SLURM it would write checkpoints of its own and put the job back into the queue; runs save themselves on a
     signal, and go on from their own checkpoint.
+
+    Raises:
+        ValueError: the job was not asked for as Lightning wants it; the message says how.
     """
-    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    if not SLURMEnvironment.detect():
+        return []
+    try:
+        return [SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def strategy(machine: TrainerConfig) -> Any:

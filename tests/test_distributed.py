@@ -156,13 +156,14 @@ def train(folder: Path, strategy: str, devices: int, batches, recipe=RECIPE, res
     return module, outcome
 
 
-OPTIMIZERS = ("adamw", "hybridmuon")
+OPTIMIZERS = ("adamw", "hybridmuon", "accumulated")
 
 
-def train_both(folder: Path, strategy: str, devices: int, batches, resume: Path | None = None, steps: int = 4):
-    """Train over the batches with either optimiser."""
+def train_each(folder: Path, strategy: str, devices: int, batches, resume: Path | None = None, steps: int = 4):
+    """Train over the batches with either optimiser, and with two batches a step."""
     for name in OPTIMIZERS:
-        recipe = dataclasses.replace(RECIPE, optimizer=name, steps=steps)
+        kind = {"accumulate": 2} if name == "accumulated" else {"optimizer": name}
+        recipe = dataclasses.replace(RECIPE, steps=steps, **kind)
         checkpoint = None if resume is None else resume / name / "checkpoints" / "last.ckpt"
         train(folder / name, strategy, devices, batches, recipe, checkpoint)
 
@@ -170,7 +171,7 @@ def train_both(folder: Path, strategy: str, devices: int, batches, resume: Path 
 def train_alone(folder: Path, resume: Path | None = None, steps: int = 4) -> Path:
     """The batches of `parts`, whole, on one rank."""
     batches = [join([item for part in batch for item in part]) for batch in parts()]
-    train_both(folder, "auto", 1, batches, resume, steps)
+    train_each(folder, "auto", 1, batches, resume, steps)
     return folder
 
 
@@ -194,7 +195,7 @@ def rank_work(folder: Path):
     for strategy in STRATEGIES:
         distributed.start(config(strategy).trainer)
         batches = [join(batch[me()]) for batch in parts()]
-        train_both(folder / strategy, strategy, 2, batches)
+        train_each(folder / strategy, strategy, 2, batches)
         batches = [join([labelled(2, 1, forces=False), [isolated()]][me()]), join([[isolated()], labelled(2, 2)][me()])]
         recipe = dataclasses.replace(RECIPE, steps=3)
         module, _ = train(folder / strategy / "choosy", strategy, 2, batches, recipe, model=Choosy())
@@ -228,7 +229,7 @@ def rank_resume(folder: Path, resume: str):
     for strategy in STRATEGIES:
         distributed.start(config(strategy).trainer)
         batches = [join(batch[ranks.rank()]) for batch in parts()]
-        train_both(folder / strategy, strategy, 2, batches, Path(resume), steps=7)
+        train_each(folder / strategy, strategy, 2, batches, Path(resume), steps=7)
 
 
 def labelled_off_by(error: float, count: int):
@@ -450,6 +451,34 @@ def test_torchrun_starts_the_ranks(data, tmp_path):
     assert curve(tmp_path / "theirs") == curve(tmp_path / "own")
     _, errors = finish(begin(tmp_path / "three", *words, "trainer.devices=3", launcher=launcher), code=1)
     assert "torchrun started 2 processes, but trainer.devices=3 times trainer.num_nodes=1 is 3." in errors
+
+
+@pytest.mark.slow
+def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
+    """Two nodes with a task each, as srun describes them to its tasks; SIGUSR1 to one stops both, and they go on."""
+    words = (*data, "training.steps=300", "training.validate_every=50", "training.batch_atoms=12")
+    names = {"JOB_ID": os.getpid(), "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 1, "STEP_NUM_TASKS": 2}
+    names |= {"LOCALID": 0, "NNODES": 2, "NODELIST": "127.0.0.1", "JOB_NODELIST": "127.0.0.1"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+    def tasks():
+        for number in ("0", "1"):
+            monkeypatch.setenv("SLURM_PROCID", number)
+            monkeypatch.setenv("SLURM_NODEID", number)
+            yield begin(tmp_path / "run", *words, "trainer.num_nodes=2")
+
+    first, second = tasks()
+    wait_for_step(first, tmp_path / "run", 60)
+    second.send_signal(signal.SIGUSR1)
+    said = [finish(task)[0] for task in (first, second)]
+    assert "Stopped at step" in said[0] and said[1].count("\n") == 1
+    assert 60 <= last(tmp_path / "run")["global_step"] < 300
+    for task in list(tasks()):
+        finish(task)
+    assert list(curve(tmp_path / "run")) == list(range(1, 301))
+    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    assert "srun started 2 processes, but trainer.devices=1 times trainer.num_nodes=1 is 1." in errors
 
 
 @pytest.mark.slow
