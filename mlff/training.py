@@ -303,7 +303,7 @@ class Records(Checkpoint):
         """Write the errors, keep the model if it is the best so far, and save a checkpoint."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        module.guard.check(module.trained)
+        ranks.together(lambda: module.guard.check(module.trained))
         step = trainer.global_step
         if step == self._validated_step:
             return
@@ -332,7 +332,7 @@ class Records(Checkpoint):
             draft.replace(last)
 
     def _write(self, trainer: pl.Trainer, module: Any, values: dict[str, float]) -> None:
-        module.guard.check(module.trained)
+        ranks.together(lambda: module.guard.check(module.trained))
         errors = module.train_errors.compute() if module.train_errors.any() else {}
         module.train_errors.reset()
         row = {

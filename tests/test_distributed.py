@@ -410,6 +410,7 @@ def curve(output: Path) -> dict[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # eight processes of some 15 s each, on a busy machine one after another
 def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
     """Killed, then SIGTERM to one rank of two, which ends both in order: the curve is that of an unbroken run."""
     words = (*data, "trainer.devices=2", "training.steps=240", "training.validate_every=20", "training.batch_atoms=12")
@@ -441,6 +442,7 @@ def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_torchrun_starts_the_ranks(data, tmp_path):
     """The run is that of the ranks that the program starts itself; another number is an error in one sentence."""
     words = (*data, "training.steps=4", "training.validate_every=2", "training.batch_atoms=12")
@@ -454,6 +456,7 @@ def test_torchrun_starts_the_ranks(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
     """Two nodes with a task each, as srun describes them to its tasks; SIGUSR1 to one stops both, and they go on."""
     words = (*data, "training.steps=300", "training.validate_every=50", "training.batch_atoms=12")
