@@ -656,7 +656,7 @@ def run(config: Config, command: Command = "finetune") -> Path:
     distributed.start(config.trainer)
     folder, last = ranks.from_first(lambda: _place(config))
     if last is not None:
-        config = continued(config, folder, command)
+        config = ranks.together(lambda: continued(config, folder, command))
     device = _device(config.trainer.accelerator)
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
@@ -684,8 +684,13 @@ def run(config: Config, command: Command = "finetune") -> Path:
     config = dataclasses.replace(config, output=str(folder), model=model)
     rows = finetuning.set_reference_energies(potential, after, determined, sets.train.elements)
 
-    def begin() -> tuple[dict[str, dict[str, evaluation.Results]], dict[str, float]]:
-        """Write what is known before the first step; return the results and errors of the start."""
+    stages: dict[str, dict[str, evaluation.Results]] = {}  # kept by the first rank alone
+
+    def save(module: nn.Module, path: Path) -> None:
+        checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
+
+    def begin() -> dict[str, float]:
+        """Write what is known before the first step; return loss and errors of the start on the validation set."""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "config.yaml", lambda draft: write(config, draft))
         say(f"Everything goes to {folder}.")
@@ -694,58 +699,52 @@ def run(config: Config, command: Command = "finetune") -> Path:
         if remark:
             say(remark)
         before, values = sets.judge(potential, config, device)
-        stages = {"as loaded" if start.trained else "untrained": before}
+        stages["as loaded" if start.trained else "untrained"] = before
         if any(row.shift for row in rows):
             shift = np.zeros(len(SYMBOLS))
             for row in rows:
                 shift[atomic_number(row.element)] = row.shift
-            stages = {name: {part: old.shifted(-shift) for part, old in before.items()} for name in stages}
+            for name in list(stages):
+                stages[name] = {part: old.shifted(-shift) for part, old in before.items()}
             stages["new reference energies"] = before
         say("\nBefore training:\n" + evaluation.table({name: errors(found) for name, found in before.items()}))
         if last is None:
             # The start is the best model so far: a training that improves nothing must not make it worse either.
             write_whole(folder / "model.safetensors", lambda draft: save(potential, draft))
             MetricsFile(folder / "metrics.csv").add(0, {f"valid_{name}": value for name, value in values.items()})
-        return stages, values
-
-    def save(module: nn.Module, path: Path) -> None:
-        checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
-
-    stages: dict[str, dict[str, evaluation.Results]] = {}
-
-    def first_values() -> dict[str, float]:
-        nonlocal stages
-        stages, values = begin()  # the results of all structures stay where they are
         return values
 
-    values = ranks.from_first(first_values)
+    values = ranks.from_first(begin)
     outcome = None
     if config.training.steps > 0:
         say("\n" + optim.route_table(potential, config.training.optimizer) + "\n")
         training = Training(potential, config.training, config.seed)
         outcome = fit(training, train_loader, valid_loader, config, folder, save, last, values)
-    if ranks.rank():
-        return folder / "model.safetensors"
 
-    best = checkpoint.load(folder / "model.safetensors", device=device)
-    name = "fine-tuned" if command == "finetune" and start.trained else "trained"
-    last_results, _ = sets.judge(best, config, device)
-    if outcome is not None and config.finetune.e0 == "refit":
-        last_results, rows, moved = finetuning.settle(config, best, sets, device, last_results, rows)
-        if moved:
-            save(best, folder / "model.safetensors")
-            write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
-            say("\nReference energies, fitted once more to what the trained network leaves:")
-            say(report.reference_energy_table(rows))
-    stages[name if config.training.steps > 0 else "written"] = last_results
-    page = _report(folder, config, start, sets, stages, rows, outcome, time.monotonic() - began)
-    for set_name, found in page.stages.items():
-        say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
-    if outcome is not None and outcome.interrupted:
-        say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
-    say("\nWritten:")
-    for file, text in page.files.items():
-        say(f"  {folder / file}  {text}")
+    def end() -> None:
+        """Judge the best model, settle its reference energies, report."""
+        best = checkpoint.load(folder / "model.safetensors", device=device)
+        name = "fine-tuned" if command == "finetune" and start.trained else "trained"
+        last_results, _ = sets.judge(best, config, device)
+        last_rows = rows
+        if outcome is not None and config.finetune.e0 == "refit":
+            last_results, last_rows, moved = finetuning.settle(config, best, sets, device, last_results, rows)
+            if moved:
+                save(best, folder / "model.safetensors")
+                write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, last_rows))
+                say("\nReference energies, fitted once more to what the trained network leaves:")
+                say(report.reference_energy_table(last_rows))
+        stages[name if config.training.steps > 0 else "written"] = last_results
+        page = _report(folder, config, start, sets, stages, last_rows, outcome, time.monotonic() - began)
+        for set_name, found in page.stages.items():
+            say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
+        if outcome is not None and outcome.interrupted:
+            say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
+        say("\nWritten:")
+        for file, text in page.files.items():
+            say(f"  {folder / file}  {text}")
+
+    ranks.from_first(end)  # the others wait: a process group is left by all at once
     return folder / "model.safetensors"
 
 
