@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from test_scripts import write_structures
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
-from mlff import distributed, ranks, sharding
+from mlff import distributed, optim, ranks, sharding
 from mlff.checkpoint import save
 from mlff.config import Config, TrainerConfig, TrainingConfig
 from mlff.data.batch import collate, collate_targets, loader
@@ -224,6 +225,40 @@ def rank_work(folder: Path):
     (folder / f"said-{me()}.json").write_text(json.dumps(said))
 
 
+def rank_few(folder: Path):
+    """Three ranks share two small tensors: one owns none, and some have no slice."""
+    distributed.start(config(devices=3).trainer)
+    build = functools.partial(optim.build_optimizer, config=dataclasses.replace(RECIPE, optimizer="hybridmuon"))
+
+    def module():
+        torch.manual_seed(0)
+        return torch.nn.ParameterDict({"matrix": torch.randn(2, 5), "vector": torch.randn(4)}).double()
+
+    def loss_of(values, factor):
+        return factor * ((values["matrix"] @ torch.arange(5.0).double()).square().sum() + values["vector"].sin().sum())
+
+    whole, plain, sliced = module(), module(), module()
+    step = sharding.shard(sliced, lambda factor: loss_of(sliced, factor))
+    optimizers = [build(list(whole.parameters()))]
+    optimizers += [sharding.ShardedOptimizer(values.parameters(), build) for values in (plain, sliced)]
+    for _ in range(3):
+        loss_of(whole, 1.0).backward()
+        loss_of(plain, 1.0).backward()
+        step(ranks.rank()).backward()  # 0, 1 and 2: their mean is what the others have
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = whole.state_dict()
+    close(expected, plain.state_dict(), 1e-14)
+    close(expected, sharding.whole(sliced.state_dict()), 1e-14)
+    for optimizer in optimizers[1:]:
+        optimizer.consolidate_state_dict()
+        if ranks.rank() == 0:
+            state = optimizer.state_dict()["state"]
+            for number, values in optimizers[0].state_dict()["state"].items():
+                close(values, state[number], 1e-14)
+
+
 def rank_resume(folder: Path, resume: str):
     """Go on from the checkpoints of one rank."""
     for strategy in STRATEGIES:
@@ -332,6 +367,11 @@ def test_rt11_parameters_that_only_one_rank_uses(two, strategy):
             # Slices are reduced in one piece, so that a parameter that nobody uses has a gradient of zeros: it decays.
             assert moved or name == "potential.never"
             assert strategy == "fsdp" or moved == (name != "potential.never")
+
+
+@pytest.mark.slow
+def test_more_ranks_than_tensors(tmp_path):
+    launch("rank_few", tmp_path, count=3)
 
 
 def test_rt3_averages_count_structures(two):
