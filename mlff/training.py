@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -329,6 +330,8 @@ class Records(Checkpoint):
         last.parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(draft)
         if trainer.is_global_zero:
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())  # a machine that loses power may else keep the new name and not the content
             draft.replace(last)
 
     def _write(self, trainer: pl.Trainer, module: Any, values: dict[str, float]) -> None:
