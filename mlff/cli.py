@@ -124,7 +124,7 @@ def list_launches(arguments: Sequence[str] = ()) -> int:
     """Print the launch of each kernel of a preset on named architectures, by compiling for them; no GPU is needed."""
 
     def action() -> None:
-        given = dict(word.partition("=")[::2] for word in arguments)
+        given = {key: value for key, _, value in (word.partition("=") for word in arguments)}
         for key in given:
             if key not in ("preset", "arch"):
                 raise ValueError(f"mlff launches takes preset=NAME,… and arch=sm_80,…; got {key!r}.")

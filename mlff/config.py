@@ -30,9 +30,14 @@ from mlff.sezm.options import Options
 Command = Literal["finetune", "train", "evaluate"]
 
 
-def _key(default: Any, text: str) -> Any:
-    """A key with its default and the line that `--help` prints for it."""
-    return field(default=default, metadata={"text": text})
+def _key(default: Any, text: str, recipe: bool = True) -> Any:
+    """A key with its default and the line that `--help` prints for it; what is no part of a recipe no preset states."""
+    return field(default=default, metadata={"text": text, "recipe": recipe})
+
+
+def _table(text: str) -> Any:
+    """A key whose value is a table of names and numbers, by default empty; it belongs to a run, not to a recipe."""
+    return field(default_factory=dict, metadata={"text": text, "recipe": False})
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,11 @@ class TrainingConfig:
     validate_every: int = _key(500, "steps between validations; 0 = at the end only")
     early_stopping: int = _key(0, "validations without improvement before stopping; 0 = off")
     compile: bool = _key(False, "compile the training step")
+    oversized: Literal["batch", "error"] = _key(
+        "batch", "a structure above batch_atoms or batch_edges: batch (one of its own, said once) | error", recipe=False
+    )
+    rates: Mapping[str, float] = _table("factors on the learning rate by room of the model, as {types: 0.1, head: 2}")
+    group_weights: Mapping[str, float] = _table("factors on the loss by group of structures, as {surface: 10}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,9 @@ class TrainerConfig:
     devices: int = _key(1, "devices on each node")
     num_nodes: int = _key(1, "machines")
     strategy: Literal["auto", "ddp", "zero1", "fsdp"] = _key("auto", "auto | ddp | zero1 | fsdp")
-    precision: Literal["fp32", "tf32", "bf16"] = _key("fp32", "fp32 | tf32 (matrix products on GPU) | bf16")
+    precision: Literal["fp32", "tf32", "bf16"] = _key(
+        "fp32", "fp32 | tf32 (all matrix products on GPU) | bf16 (those of the blocks, in training)"
+    )
     logger: Literal["tensorboard", "wandb", "csv", "none"] = _key("tensorboard", "tensorboard | wandb | csv | none")
     deterministic: bool = _key(False, "only algorithms that give the same bits each time")
     log_every: int = _key(50, "steps between lines of training errors in metrics.csv")
@@ -211,6 +223,12 @@ def from_flat(values: Mapping[str, Any]) -> Config:
         ValueError: a key is unknown or a value of the wrong type.
     """
     known = dict(_keys(Config))
+    values = dict(values)
+    for key in list(values):
+        for table in _TABLES:  # training.rates.types=0.1 is one entry of training.rates
+            if key.startswith(f"{table}."):
+                entry = {key.removeprefix(f"{table}."): values.pop(key)}
+                values[table] = {**(values.get(table) or {}), **entry}
     for key in values:
         if key not in known:
             raise ValueError(_unknown(key, list(known)))
@@ -306,7 +324,8 @@ def check_preset(preset: str) -> None:
     wanted = {
         "about": {item.name for item in dataclasses.fields(About)},
         "model": {item.name for item in dataclasses.fields(ModelConfig)},
-        "training": {key.removeprefix("training.") for key, _ in _keys(Config) if key.startswith("training.")},
+        "training": {key.removeprefix("training.") for key, _ in _keys(Config) if key.startswith("training.")}
+        - {item.name for item in dataclasses.fields(TrainingConfig) if not item.metadata.get("recipe", True)},
     }
     wanted["finetuning"] = wanted["training"]
     if set(content) != set(wanted):
@@ -350,13 +369,9 @@ def check(config: Config, command: Command) -> None:
         _demand(getattr(trainer, key) > 0, f"trainer.{key}", "more than 0", getattr(trainer, key))
     _check_mode(config.finetune.mode)
     _check_e0(config.finetune.e0)
-    if trainer.strategy in ("zero1", "fsdp"):
-        raise ValueError(f"trainer.strategy={trainer.strategy} is not in this version; use auto.")
-    for key in ("devices", "num_nodes"):
-        if getattr(trainer, key) > 1:
-            raise ValueError(f"trainer.{key}={getattr(trainer, key)}: this version trains on one device; leave it out.")
-    if trainer.precision == "bf16":
-        raise ValueError("trainer.precision=bf16 is not in this version; use fp32, or tf32 on a GPU.")
+    for key, table in (("rates", training.rates), ("group_weights", training.group_weights)):
+        for name, factor in table.items():
+            _demand(0 <= factor < float("inf"), f"training.{key}.{name}", "0 or more", factor)
     if training.compile:
         raise ValueError("training.compile=true is not in this version; leave it out.")
     if config.elements.add:
@@ -437,6 +452,10 @@ def _preset_layer(name: str, command: Command) -> dict[str, Any]:
     return {"model": model, "training": content["training" if command == "train" else "finetuning"]}
 
 
+_TABLES = ("training.rates", "training.group_weights")
+"""Keys whose value is itself a table, and so not a section."""
+
+
 def _take(values: dict[str, Any], key: str) -> Any:
     return values.pop(key) if key in values else None
 
@@ -446,7 +465,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name not in _TABLES:
             flat.update(_flat(value, f"{name}."))
         else:
             flat[name] = value
@@ -536,6 +555,10 @@ def _as(value: Any, hint: Any, key: str) -> Any:
         return value
     if origin in (Union, types.UnionType):
         return None if value is None else _as(value, next(arg for arg in args if arg is not type(None)), key)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping | None):
+            raise ValueError(f"{key} must be a table of names and numbers, as {{name: 0.1}}; got {value!r}.")
+        return {str(name): _as(number, args[1], f"{key}.{name}") for name, number in (value or {}).items()}
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if args[-1] is not Ellipsis and len(items) != len(args):
@@ -566,4 +589,6 @@ def _plain(value: Any) -> Any:
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return dict(value)
     return value

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mlff import ranks
 from mlff.config import LossConfig
 from mlff.graph import BatchPrediction, Graph, Targets
 
@@ -93,10 +94,17 @@ def loss_terms(differences: Differences, config: LossConfig) -> Float[Tensor, "3
     return torch.stack(rows)
 
 
-def loss(terms: Float[Tensor, "3 2"], config: LossConfig) -> Float[Tensor, ""]:
-    """Return the weighted sum of the means of `loss_terms`; a term without any label is absent."""
+def loss(
+    terms: Float[Tensor, "3 2"], config: LossConfig, counts: Float[Tensor, "3"] | None = None
+) -> Float[Tensor, ""]:
+    """Return the weighted sum of the means of `loss_terms`; a term without any label is absent.
+
+    `counts`, where given, are the sums of weights by which the means are taken: those of a whole batch of which `terms`
+    are a part, so that the parts' losses add up to the loss of the whole.
+    """
     weights = torch.tensor([config.energy, config.forces, config.stress], dtype=torch.float64, device=terms.device)
-    sums, counts = terms.unbind(-1)
+    sums, own = terms.unbind(-1)
+    counts = own if counts is None else counts
     return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
 
 
@@ -156,15 +164,15 @@ class ErrorSums:
         sums = torch.cat([sums, terms.flatten()]).detach()
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def compute(self) -> dict[str, float]:
-        """Return `loss` and the errors of ERROR_NAMES over all batches and processes; NaN where there is no label.
+    def compute(self, alone: bool = False) -> dict[str, float]:
+        """Return `loss` and the errors of ERROR_NAMES over all batches and ranks; NaN where there is no label.
 
-        In a distributed run every process must call this at the same time; all get the same numbers.
+        In a run on several ranks every one must call this at the same time, and all get the same numbers; unless
+        `alone`, which counts the batches of this rank only.
         """
         sums = torch.zeros(16, dtype=torch.float64) if self._sums is None else self._sums
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            sums = sums.clone()
-            torch.distributed.all_reduce(sums)
+        if not alone:
+            sums = ranks.total(sums)
         e, e2, n_e, f, f2, norm, n_f, s, s2, n_s = sums[:10].tolist()
         values = (
             _ratio(e, n_e),

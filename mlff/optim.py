@@ -29,18 +29,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from mlff import ranks
 from mlff.config import TrainingConfig
 
 Route = Literal["adam", "adamw", "muon"]
+K = TypeVar("K")
 
 # Makes the root mean square of an orthogonal update that of an AdamW update, so that one learning rate serves all
 # routes.
@@ -90,18 +92,63 @@ def _matrices(parameter: Tensor) -> tuple[int, int, int]:
     return math.prod(axes[:-2]), axes[-2], axes[-1]
 
 
-def route_table(module: nn.Module) -> str:
-    """Return a printable table of the parameters by route: how many tensors, how many numbers, what is done to them."""
-    rows: dict[Route, list[Tensor]] = {"muon": [], "adamw": [], "adam": []}
+def rate(parameter: Tensor) -> float:
+    """Return the factor on the learning rate of a parameter: its `optimizer_rate`, else 1."""
+    return getattr(parameter, "optimizer_rate", 1.0)
+
+
+def set_rates(module: nn.Module, rates: Mapping[str, float]) -> None:
+    """Give the parameters of some rooms a learning rate of their own, as a factor on that of the run.
+
+    Args:
+        module: the model.
+        rates: factor by room, a module of the model; the innermost room that is named decides.
+
+    Raises:
+        ValueError: there is no such room, or a factor is negative.
+    """
+    rooms = {name for name, _ in module.named_modules() if name}
+    for room, factor in rates.items():
+        if room not in rooms:
+            known = ", ".join(name for name, child in module.named_children() if any(True for _ in child.parameters()))
+            raise ValueError(f"training.rates: the model has no room {room!r}; it has {known} and what is in them.")
+        if not 0 <= factor < math.inf:
+            raise ValueError(f"training.rates: the factor of {room} must be 0 or more; got {factor}.")
+    for name, parameter in module.named_parameters():
+        inside = [room for room in rates if name.startswith(f"{room}.")]
+        if inside:
+            parameter.optimizer_rate = rates[max(inside, key=len)]  # type: ignore[attr-defined]
+
+
+def describe_like(parameter: Tensor, other: Tensor) -> None:
+    """Give a parameter what another one says to the optimiser: its route, its rows, its rate."""
+    for name in ("optimizer_route", "optimizer_rows", "optimizer_rate"):
+        if hasattr(other, name):
+            setattr(parameter, name, getattr(other, name))
+
+
+def route_table(module: nn.Module, optimizer: str = "hybridmuon") -> str:
+    """Return a printable table of the parameters by route: how many tensors, how many numbers, what is done to them.
+
+    Parameters with a learning rate of their own have lines of their own. Under `adamw` matrices go with the other
+    parameters that decay.
+    """
+    rows: dict[tuple[str, float], list[Tensor]] = {}
+    if optimizer == "hybridmuon":
+        rows.update({(name, 1.0): [] for name in ("muon", "adamw", "adam")})
     for parameter in module.parameters():
         if parameter.requires_grad:
-            rows[route(parameter)].append(parameter)
+            name = route(parameter)
+            name = "adamw" if name == "muon" and optimizer == "adamw" else name
+            rows.setdefault((name, rate(parameter)), []).append(parameter)
     frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
     lines = [f"{'route':8s}{'tensors':>9s}{'parameters':>13s}  treatment"]
     treatments = {"muon": "orthogonal steps, weight decay", "adamw": "Adam, weight decay", "adam": "Adam, no decay"}
-    for name, parameters in rows.items():
+    for name, factor in sorted(rows, key=lambda row: (list(treatments).index(row[0]), -row[1])):
+        parameters = rows[name, factor]
         count = sum(parameter.numel() for parameter in parameters)
-        lines.append(f"{name:8s}{len(parameters):9d}{count:13,d}  {treatments[name]}")
+        own = "" if factor == 1.0 else f", learning rate x {factor:g}"
+        lines.append(f"{name:8s}{len(parameters):9d}{count:13,d}  {treatments[name]}{own}")
     if frozen:
         lines.append(f"{'frozen':8s}{'':9s}{frozen:13,d}  not trained")
     return "\n".join(lines)
@@ -119,14 +166,21 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) 
             betas=config.betas,
             magma=config.magma,
         )
-    decayed = [parameter for parameter in trainable if route(parameter) != "adam"]
-    plain = [parameter for parameter in trainable if route(parameter) == "adam"]
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": members, "weight_decay": config.weight_decay if decays else 0.0, "rate": factor}
+        for (decays, factor), members in _sorted_by(trainable, lambda p: (route(p) != "adam", rate(p)), (True, False))
     ]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=1e-8, fused=True)
+
+
+def _sorted_by(
+    parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], tuple[K, float]], order: Sequence[K]
+) -> list[tuple[tuple[K, float], list[nn.Parameter]]]:
+    """Return parameters by (kind, rate): kinds in the given order, rates from high to low, parameters as they come."""
+    found: dict[tuple[K, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(key(parameter), []).append(parameter)
+    return sorted(found.items(), key=lambda item: (order.index(item[0][0]), -item[0][1]))
 
 
 class HybridMuon(torch.optim.Optimizer):
@@ -136,8 +190,8 @@ class HybridMuon(torch.optim.Optimizer):
     that costs little. Padding is exact, since added zero columns change neither X Xᵀ nor any norm.
 
     Args:
-        params: parameters; each goes to the group of its `route`.
-        lr: learning rate of all groups.
+        params: parameters; each goes to the group of its `route` and `rate`.
+        lr: learning rate of all groups until `set_learning_rate` is called.
         weight_decay: decoupled decay of the muon and adamw routes.
         momentum: β of the muon route.
         betas: decay of the first and second moment on the Adam routes.
@@ -155,13 +209,10 @@ class HybridMuon(torch.optim.Optimizer):
         eps: float = 1e-20,
         magma: bool = True,
     ) -> None:
-        parameters = list(params)
         groups = []
-        for name in ("muon", "adamw", "adam"):
-            members = [parameter for parameter in parameters if route(parameter) == name]
-            if members:
-                decay = 0.0 if name == "adam" else weight_decay
-                groups.append({"params": members, "route": name, "weight_decay": decay})
+        for (name, factor), members in _sorted_by(params, lambda p: (route(p), rate(p)), ("muon", "adamw", "adam")):
+            decay = 0.0 if name == "adam" else weight_decay
+            groups.append({"params": members, "route": name, "weight_decay": decay, "rate": factor})
         defaults = {"lr": lr, "momentum": momentum, "betas": tuple(betas), "eps": eps, "magma": magma}
         self._stacks: dict[int, list[_Stack]] = {}
         super().__init__(groups, defaults)
@@ -435,13 +486,13 @@ def warmup_steps(config: TrainingConfig) -> int:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> None:
-    """Give all groups the `learning_rate` of a step.
+    """Give all groups the `learning_rate` of a step, times the factor of the group where it has one.
 
     Being a function of the step alone, it needs no state of its own, and a run that is continued with another recipe
     follows the new one at once.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, config)
+        group["lr"] = learning_rate(step, config) * group.get("rate", 1.0)
 
 
 @dataclass
@@ -458,12 +509,16 @@ class GradientGuard:
     def clip(self, parameters: Sequence[nn.Parameter]) -> Float[Tensor, ""]:
         """Scale gradients in place to at most `limit`; return their norm before that, float64 on the device.
 
-        Squares are summed in float64, so that gradients near the largest float32 do not overflow.
+        Squares are summed in float64, so that gradients near the largest float32 do not overflow. Of gradients that are
+        spread over the ranks, each rank sees its part; then all ranks must call this.
         """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not gradients:
+        present = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not present:
             return torch.zeros((), dtype=torch.float64)
+        gradients = [local(gradient) for gradient in present]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients, 2, dtype=torch.float64)])
+        if any(part is not whole for part, whole in zip(gradients, present, strict=True)):
+            norms = ranks.total(norms.square()).sqrt()
         total = torch.linalg.vector_norm(norms)
         broken = torch.zeros(len(parameters), dtype=torch.bool, device=total.device)
         if len(gradients) == len(parameters):
@@ -498,6 +553,11 @@ class GradientGuard:
         )
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, where it is spread over the ranks; else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
 class WeightAverage:
     """An exponential average of a module's parameters, kept in a second module of the same kind.
 
@@ -514,7 +574,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Move the average towards the module's parameters, in float32 at least."""
-        average, weights = list(self.module.parameters()), list(module.parameters())
+        average = [local(shadow) for shadow in self.module.parameters()]
+        weights = [local(weight) for weight in module.parameters()]
         for dtype in {weight.dtype for weight in weights}:
             shadows: list[Tensor] = [
                 shadow for shadow, weight in zip(average, weights, strict=True) if weight.dtype == dtype

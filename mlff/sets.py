@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mlff import evaluation, presets
+from mlff import evaluation, presets, ranks
 from mlff.atoms import LabelKeys
 from mlff.config import Config, DataConfig
 from mlff.data.batch import loader
@@ -55,21 +55,38 @@ class Sets:
     def judge(
         self, potential: nn.Module, config: Config, device: torch.device
     ) -> tuple[dict[str, Results], dict[str, float]]:
-        """Return predictions and labels of validation and test set, and loss and errors of the former."""
+        """Return predictions and labels of validation and test set, and loss and errors of the former.
+
+        One rank does this for all structures.
+        """
         sums = ErrorSums(config.training.loss)
         results = {"validation": predict(potential, self.valid, config, device, "validation", sums)}
         if self.test is not None:
             results["test"] = predict(potential, self.test, config, device, "test")
-        return results, sums.compute()
+        return results, sums.compute(alone=True)
 
     def loaders(self, config: Config) -> tuple[Any, Any]:
-        """Return the shuffled batches of the training set and the batches of the validation set."""
-        atoms, edges = config.training.batch_atoms, config.training.batch_edges
-        workers, seed = config.data.workers, config.seed
-        return (
-            loader(self.train, atoms, edges, seed=seed, shuffle=True, workers=workers),
-            loader(self.valid, atoms, edges, seed=seed, shuffle=False, workers=workers),
-        )
+        """Return this rank's shuffled batches of the training set and its batches of the validation set.
+
+        Raises:
+            ValueError: a structure is above a budget, and `training.oversized=error`.
+        """
+        training = config.training
+
+        def batches(dataset: Dataset, shuffle: bool) -> Any:
+            return loader(
+                dataset,
+                training.batch_atoms,
+                training.batch_edges,
+                seed=config.seed,
+                shuffle=shuffle,
+                workers=config.data.workers,
+                rank=ranks.rank(),
+                world_size=ranks.count(),
+                oversized=training.oversized,
+            )
+
+        return batches(self.train, shuffle=True), batches(self.valid, shuffle=False)
 
 
 def limited(dataset: Dataset, limit: int) -> Dataset:
@@ -139,7 +156,12 @@ def open_sets(config: Config, cutoff: float, elements: tuple[int, ...] | None) -
     if loss.stress > 0 and {"training.loss.stress", "data.stress_key", "data.virial_key"} & config.given:
         wanted.append("stress")  # by default its weight is not zero, and molecules have none
     require_labels(train, wanted, keys)
-    return Sets(train, valid, test, source)
+    weights = config.training.group_weights
+    strange = sorted(set(weights) - {*train.groups, *valid.groups})
+    if strange:
+        there = ", ".join(name or "(no name)" for name in sorted({*train.groups, *valid.groups}))
+        raise ValueError(f"training.group_weights: no structure has the group {strange[0]!r}; the groups are {there}.")
+    return Sets(train.weighted(weights), valid.weighted(weights), test, source)
 
 
 def open_test(config: Config, cutoff: float, elements: tuple[int, ...]) -> Dataset:

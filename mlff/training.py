@@ -8,19 +8,20 @@ sum up the loss, let the optimiser move the weights. Around it:
   weights are never exchanged for them, so that a checkpoint holds both at any moment.
 - All randomness of a step follows from the seed and the number of the batch, so that a run that was interrupted and
   continued takes the same steps as one that was not.
+- On several ranks each takes a part of every batch. The means of the loss are over the whole batch, so that the
+  gradient is that of one rank that takes it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
+import os
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import mlff
-from mlff import checkpoint, evaluation, finetuning, optim, report
+from mlff import checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.derivatives import evaluate
+from mlff.distributed import quiet
 from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import Graph, Targets
@@ -71,6 +73,11 @@ class Training(pl.LightningModule):
         self.valid_errors = ErrorSums(config.loss)
         self.valid_values: dict[str, float] = {}
         self.batches: EndlessBatches | None = None
+        self.last_loss: Tensor | None = None  # of the whole batch
+        self.block_dtype: torch.dtype | None = None  # of the blocks' matrix products in training steps
+        self.shared_out = False  # whether each rank has its own part of the optimiser's state
+        self._terms: Callable[[Graph, Targets], Tensor] = self._loss_terms
+        self._plain: list[nn.Module] = []  # a copy to write from, once the weights are in slices; no part of the state
 
     @property
     def judged(self) -> nn.Module:
@@ -83,13 +90,35 @@ class Training(pl.LightningModule):
         return [(name, value) for name, value in self.potential.named_parameters() if value.requires_grad]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
-        graph, targets = batch
-        prediction = evaluate(self.potential, graph, create_graph=True)
+        """Return this rank's share of the loss of a batch; its mean over the ranks is the loss."""
+        terms = self._terms(*batch)
+        whole = ranks.total(terms.detach())
+        self.last_loss = loss(whole, self.config.loss)
+        # The strategies average gradients over the ranks: the share is multiplied by their number.
+        return ranks.count() * loss(terms, self.config.loss, counts=whole[:, 1])
+
+    def _loss_terms(self, graph: Graph, targets: Targets) -> Tensor:
+        # The method itself, not the module: see `mlff.sharding.shard`.
+        with blocks_in(self.potential, self.block_dtype):
+            prediction = evaluate(self.potential.forward, graph, create_graph=True)
         found = differences(prediction, targets, graph)
         terms = loss_terms(found, self.config.loss)
         self.train_errors.update(found, terms)
-        return loss(terms, self.config.loss)
+        return terms
+
+    def shard(self) -> None:
+        """Cut weights and averages into slices, one a rank; before optimisers are made."""
+        self._plain = [sharding.plain_copy(self.judged)]
+        self._terms = sharding.shard(self.potential, self._loss_terms)
+        if self.averaged is not None:
+            sharding.shard(self.averaged)
+
+    def to_write(self) -> nn.Module:
+        """Return the weights that are validated and written, whole; all ranks must call this."""
+        if not self._plain:
+            return self.judged
+        self._plain[0].load_state_dict(sharding.whole(self.judged.state_dict()))
+        return self._plain[0]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make what is random in this step a function of seed, batch and process."""
@@ -97,7 +126,10 @@ class Training(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimiser over the trained parameters."""
-        return optim.build_optimizer([value for _, value in self.trained], self.config)
+        parameters = [value for _, value in self.trained]
+        if self.shared_out:
+            return sharding.ShardedOptimizer(parameters, lambda some: optim.build_optimizer(some, self.config))
+        return optim.build_optimizer(parameters, self.config)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip the gradients of a whole optimiser step."""
@@ -151,22 +183,19 @@ class Training(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the place in the data."""
         if self.batches is not None:
-            checkpoint["data_position"] = {"epoch": self.batches.epoch, "batches": self.batches.taken}
+            checkpoint["data_position"] = self.batches.position()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go back to the place in the data."""
         if self.batches is not None and "data_position" in checkpoint:
-            place = checkpoint["data_position"]
-            self.batches.epoch, self.batches.taken = place["epoch"], place["batches"]
+            self.batches.go_to(checkpoint["data_position"])
 
 
 class EndlessBatches:
     """The batches of one epoch after another, without an end.
 
     Args:
-        loader: a loader over one epoch, whose `batch_sampler` has `set_epoch(epoch)` and `start`, the number of
-        batches to
-            leave out at the beginning of the next pass.
+        loader: a loader over one epoch, whose `batch_sampler` is a `BudgetSampler`.
 
     Attributes:
         epoch: the epoch of the last batch given out.
@@ -180,6 +209,23 @@ class EndlessBatches:
 
     def __len__(self) -> int:
         return ENDLESS
+
+    def position(self) -> dict[str, int]:
+        """Return the place in the data, and what the order of the data follows from."""
+        return {"epoch": self.epoch, "batches": self.taken, **self.loader.batch_sampler.plan_of}
+
+    def go_to(self, position: Mapping[str, int]) -> None:
+        """Go to a place in the data.
+
+        If it lies inside an epoch that was cut into batches otherwise, as on another number of ranks, nobody can say
+        what its rest is; then the next epoch comes.
+        """
+        self.epoch, self.taken = position["epoch"], position["batches"]
+        plan = self.loader.batch_sampler.plan_of
+        changed = [f"{name} {position[name]} -> {now}" for name, now in plan.items() if position.get(name, now) != now]
+        if changed and self.taken:
+            say(f"The batches are not those of before ({', '.join(changed)}): going on with the next epoch.")
+            self.epoch, self.taken = self.epoch + 1, 0
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -258,7 +304,7 @@ class Records(Checkpoint):
         """Write the errors, keep the model if it is the best so far, and save a checkpoint."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        module.guard.check(module.trained)
+        ranks.together(lambda: module.guard.check(module.trained))
         step = trainer.global_step
         if step == self._validated_step:
             return
@@ -268,8 +314,9 @@ class Records(Checkpoint):
         # Without any label in the validation set there is no order among models: then the newest is the best.
         if values["loss"] < self.best_loss or not any(math.isfinite(values[name]) for name in values if name != "loss"):
             self.best_loss, self.best_step, self.best_values, self.unimproved = values["loss"], step, dict(values), 0
+            best = module.to_write()
             if trainer.is_global_zero:
-                write_whole(self.folder / "model.safetensors", lambda draft: self.save(module.judged, draft))
+                write_whole(self.folder / "model.safetensors", lambda draft: self.save(best, draft))
         else:
             self.unimproved += 1
             if 0 < self.config.early_stopping <= self.unimproved:
@@ -283,10 +330,12 @@ class Records(Checkpoint):
         last.parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(draft)
         if trainer.is_global_zero:
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())  # a machine that loses power may else keep the new name and not the content
             draft.replace(last)
 
     def _write(self, trainer: pl.Trainer, module: Any, values: dict[str, float]) -> None:
-        module.guard.check(module.trained)
+        ranks.together(lambda: module.guard.check(module.trained))
         errors = module.train_errors.compute() if module.train_errors.any() else {}
         module.train_errors.reset()
         row = {
@@ -307,24 +356,43 @@ def _last_learning_rate(trainer: pl.Trainer, config: TrainingConfig) -> float:
 
 
 class Interrupt(Callback):
-    """Lets Ctrl-C and SIGTERM end a run in order, validated and saved; a second Ctrl-C ends it at once."""
+    """Lets Ctrl-C and SIGTERM end a run in order, validated and saved; a second Ctrl-C ends it at once.
+
+    SIGUSR1, by which SLURM can be asked to announce the end of a job, does the same. A signal to one rank stops all of
+    them after the same step.
+    """
+
+    SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
     def __init__(self) -> None:
         self.asked = False
+        self._seen_step = -1
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        """Take over the two signals, where this thread may."""
+        """Take over the signals, where this thread may."""
 
         def stop(number: int, frame: Any) -> None:
             self.asked = True
-            trainer.should_stop = True
+            if ranks.count() == 1:
+                trainer.should_stop = True
             self._restore()
+            if ranks.count() > 1:  # whoever started the ranks may pass the signal on to those that have it already
+                for other in set(self.SIGNALS) - {signal.SIGINT}:
+                    self._before[other] = signal.signal(other, signal.SIG_IGN)
             print("\nStopping after this step, validating and saving. Again to leave at once.", file=sys.stderr)
 
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self.SIGNALS:
                 self._before[number] = signal.signal(number, stop)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Agree with the other ranks on whether this step is the last."""
+        if trainer.global_step == self._seen_step:
+            return  # in the middle of an accumulated step
+        self._seen_step = trainer.global_step
+        if ranks.anywhere(self.asked):
+            self.asked = trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         """Give the signals back."""
@@ -365,7 +433,7 @@ class Progress(Callback):
         self._shown = now
         done = trainer.global_step - self._first_step
         left = (now - self._start) / max(1, done) * (self.steps - trainer.global_step)
-        loss_now = float(outputs["loss"]) if outputs is not None else math.nan
+        loss_now = float(module.last_loss) if module.last_loss is not None else math.nan
         self._show(
             trainer,
             f"step {trainer.global_step}/{self.steps}  loss {loss_now:.4g}{self._valid}  {_duration(left)} left",
@@ -461,8 +529,10 @@ def fit(
         records.best_loss, records.best_step, records.best_values = first_values["loss"], 0, dict(first_values)
     interrupt = Interrupt()
     training.batches = EndlessBatches(train_loader)
+    training.block_dtype = torch.bfloat16 if config.trainer.precision == "bf16" else None
+    training.shared_out = config.trainer.strategy in ("zero1", "fsdp")
     loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
-    with _precision(config.trainer.precision), _quiet():
+    with _precision(config.trainer.precision), quiet():
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
         )
@@ -474,12 +544,13 @@ def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> p
     training, machine = config.training, config.trainer
     # Lightning counts validation in batches, we in optimiser steps; once at the end is what Records asks for.
     every = training.validate_every * training.accumulate if training.validate_every else ENDLESS
-    with _quiet():
+    with quiet():
         return pl.Trainer(
-            accelerator="gpu" if machine.accelerator == "cuda" else machine.accelerator,
+            accelerator=distributed.accelerator(machine),
             devices=machine.devices,
             num_nodes=machine.num_nodes,
-            strategy=machine.strategy,
+            strategy=distributed.strategy(machine),
+            plugins=distributed.environment(),
             max_steps=training.steps,
             max_epochs=1,
             accumulate_grad_batches=training.accumulate,
@@ -512,7 +583,7 @@ def _loggers(name: str, folder: Path | None) -> Any:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Set how float32 matrix products are taken, for the time of a run."""
+    """Set how float32 matrix products are taken, for the time of a run; bf16 is a matter of the blocks alone."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -522,20 +593,17 @@ def _precision(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning's remarks on workers, devices and logging intervals off the screen; errors stay."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning\..*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+def blocks_in(potential: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Take the matrix products of a model's blocks in another type, for a while; None = as they are."""
+    if dtype is None:
+        yield
+        return
+    before: Any = getattr(potential, "block_dtype", None)
+    potential.block_dtype = dtype  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        potential.block_dtype = before
 
 
 def finetune(
@@ -587,89 +655,112 @@ def run(config: Config, command: Command = "finetune") -> Path:
         FloatingPointError: training diverged.
     """
     began = time.monotonic()
-    folder = choose_folder(config)
-    last = find_checkpoint(config, folder)
+    _device(config.trainer.accelerator)
+    distributed.start(config.trainer)
+    folder, last = ranks.from_first(lambda: _place(config))
     if last is not None:
-        config = continued(config, folder, command)
+        config = ranks.together(lambda: continued(config, folder, command))
     device = _device(config.trainer.accelerator)
-    start, sets = finetuning.open_start(config, command)
+    start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
-    finetuning.freeze(potential, config.finetune.mode)
+    ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))
+    ranks.together(lambda: optim.set_rates(potential, config.training.rates))
     say(start.note)
     say(sets.describe())
     if last is None:
-        config = finetuning.scaled(config, start, sets, device)
+        config = ranks.from_first(lambda: finetuning.scaled(config, start, sets, device))
     else:
         say(f"Continuing {folder} from its last checkpoint.")
     sets = sets.limited(config.data)
+    train_loader, valid_loader = ranks.together(lambda: sets.loaders(config))
     say(
         "Fitting reference energies …"
         if config.finetune.e0 in ("refit", "isolated")
         else "Reference energies are given."
     )
-    after, determined, remark = finetuning.fit_reference_energies(config, potential, sets, device)
+    after, determined, remark = ranks.from_first(
+        lambda: finetuning.fit_reference_energies(config, potential, sets, device)
+    )
 
-    folder.mkdir(parents=True, exist_ok=True)
     symbols = tuple(SYMBOLS[number] for number in potential.elements)
     model = ModelConfig(**{**vars(potential.options), "elements": symbols})
     config = dataclasses.replace(config, output=str(folder), model=model)
-    write_whole(folder / "config.yaml", lambda draft: write(config, draft))
-    say(f"Everything goes to {folder}.")
-
     rows = finetuning.set_reference_energies(potential, after, determined, sets.train.elements)
-    write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
-    say("\n" + report.reference_energy_table(rows))
-    if remark:
-        say(remark)
-    before, values = sets.judge(potential, config, device)
-    stages = {"as loaded" if start.trained else "untrained": before}
-    if any(row.shift for row in rows):
-        shift = np.zeros(len(SYMBOLS))
-        for row in rows:
-            shift[atomic_number(row.element)] = row.shift
-        stages = {name: {part: old.shifted(-shift) for part, old in before.items()} for name in stages}
-        stages["new reference energies"] = before
-    say("\nBefore training:\n" + evaluation.table({name: errors(found) for name, found in before.items()}))
+
+    stages: dict[str, dict[str, evaluation.Results]] = {}  # kept by the first rank alone
 
     def save(module: nn.Module, path: Path) -> None:
         checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
 
+    def begin() -> dict[str, float]:
+        """Write what is known before the first step; return loss and errors of the start on the validation set."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.yaml", lambda draft: write(config, draft))
+        say(f"Everything goes to {folder}.")
+        write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
+        say("\n" + report.reference_energy_table(rows))
+        if remark:
+            say(remark)
+        before, values = sets.judge(potential, config, device)
+        stages["as loaded" if start.trained else "untrained"] = before
+        if any(row.shift for row in rows):
+            shift = np.zeros(len(SYMBOLS))
+            for row in rows:
+                shift[atomic_number(row.element)] = row.shift
+            for name in list(stages):
+                stages[name] = {part: old.shifted(-shift) for part, old in before.items()}
+            stages["new reference energies"] = before
+        say("\nBefore training:\n" + evaluation.table({name: errors(found) for name, found in before.items()}))
+        if last is None:
+            # The start is the best model so far: a training that improves nothing must not make it worse either.
+            write_whole(folder / "model.safetensors", lambda draft: save(potential, draft))
+            MetricsFile(folder / "metrics.csv").add(0, {f"valid_{name}": value for name, value in values.items()})
+        return values
+
+    values = ranks.from_first(begin)
     outcome = None
-    if last is None:
-        # The start is the best model so far: a training that improves nothing must not make it worse either.
-        write_whole(folder / "model.safetensors", lambda draft: save(potential, draft))
-        MetricsFile(folder / "metrics.csv").add(0, {f"valid_{name}": value for name, value in values.items()})
     if config.training.steps > 0:
-        say("\n" + optim.route_table(potential) + "\n")
+        say("\n" + optim.route_table(potential, config.training.optimizer) + "\n")
         training = Training(potential, config.training, config.seed)
-        train_loader, valid_loader = sets.loaders(config)
         outcome = fit(training, train_loader, valid_loader, config, folder, save, last, values)
 
-    best = checkpoint.load(folder / "model.safetensors", device=device)
-    name = "fine-tuned" if command == "finetune" and start.trained else "trained"
-    last_results, _ = sets.judge(best, config, device)
-    if outcome is not None and config.finetune.e0 == "refit":
-        last_results, rows, moved = finetuning.settle(config, best, sets, device, last_results, rows)
-        if moved:
-            save(best, folder / "model.safetensors")
-            write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
-            say("\nReference energies, fitted once more to what the trained network leaves:")
-            say(report.reference_energy_table(rows))
-    stages[name if config.training.steps > 0 else "written"] = last_results
-    page = _report(folder, config, start, sets, stages, rows, outcome, time.monotonic() - began)
-    for set_name, found in page.stages.items():
-        say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
-    if outcome is not None and outcome.interrupted:
-        say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
-    say("\nWritten:")
-    for file, text in page.files.items():
-        say(f"  {folder / file}  {text}")
+    def end() -> None:
+        """Judge the best model, settle its reference energies, report."""
+        best = checkpoint.load(folder / "model.safetensors", device=device)
+        name = "fine-tuned" if command == "finetune" and start.trained else "trained"
+        last_results, _ = sets.judge(best, config, device)
+        last_rows = rows
+        if outcome is not None and config.finetune.e0 == "refit":
+            last_results, last_rows, moved = finetuning.settle(config, best, sets, device, last_results, rows)
+            if moved:
+                save(best, folder / "model.safetensors")
+                write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, last_rows))
+                say("\nReference energies, fitted once more to what the trained network leaves:")
+                say(report.reference_energy_table(last_rows))
+        stages[name if config.training.steps > 0 else "written"] = last_results
+        page = _report(folder, config, start, sets, stages, last_rows, outcome, time.monotonic() - began)
+        for set_name, found in page.stages.items():
+            say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
+        if outcome is not None and outcome.interrupted:
+            say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
+        say("\nWritten:")
+        for file, text in page.files.items():
+            say(f"  {folder / file}  {text}")
+
+    ranks.from_first(end)  # the others wait: a process group is left by all at once
     return folder / "model.safetensors"
 
 
+def _place(config: Config) -> tuple[Path, Path | None]:
+    """Return the folder of a run and the checkpoint that it goes on from, if it does."""
+    folder = choose_folder(config)
+    return folder, find_checkpoint(config, folder)
+
+
 def say(text: str) -> None:
-    """Print a line for the user, at once."""
-    print(text, flush=True)
+    """Print a line for the user, at once; the first rank speaks for all."""
+    if ranks.rank() == 0:
+        print(text, flush=True)
 
 
 def _device(accelerator: str) -> torch.device:

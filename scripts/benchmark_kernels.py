@@ -33,7 +33,7 @@ DEFINITIONS = (reference.forward, reference.backward, reference.double_backward)
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
-    given = dict(word.partition("=")[::2] for word in arguments)
+    given = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     unknown = set(given) - {"nodes", "dtypes", "compiled", "workers"}
     if unknown:
         print(

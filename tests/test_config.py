@@ -120,9 +120,12 @@ def test_the_written_configuration_runs_again(tmp_path):
         (["finetune.mode=lora"], "finetune.mode=lora is not in this version; use full, head or frozen:<rooms>."),
         (["finetune.mode=half"], "finetune.mode must be full, head or frozen:<rooms>; got 'half'."),
         (["finetune.e0=guess"], "finetune.e0 must be refit, keep, isolated or file:PATH; got 'guess'."),
-        (["trainer.strategy=zero1"], "trainer.strategy=zero1 is not in this version; use auto."),
-        (["trainer.precision=bf16"], "trainer.precision=bf16 is not in this version"),
-        (["trainer.devices=2"], "trainer.devices=2: this version trains on one device; leave it out."),
+        (["trainer.strategy=zero"], "trainer.strategy must be one of auto, ddp, zero1, fsdp; got 'zero'."),
+        (["trainer.devices=0"], "trainer.devices must be more than 0; got 0."),
+        (["training.rates=0.1"], "training.rates must be a table of names and numbers, as {name: 0.1}; got 0.1."),
+        (["training.rates={types: slow}"], "training.rates.types must be a number; got 'slow'."),
+        (["training.rates.types=-1"], "training.rates.types must be 0 or more; got -1.0."),
+        (["training.oversized=drop"], "training.oversized must be one of batch, error; got 'drop'."),
         (["training.compile=true"], "training.compile=true is not in this version"),
         (["elements.add=[Cu]"], "elements.add=[Cu] is not in this version"),
         (["preset=mni"], "there is no preset 'mni'"),
@@ -146,6 +149,20 @@ def test_a_file_that_is_not_yaml(tmp_path):
     (tmp_path / "bad.yaml").write_text("training: [1, 2")
     with pytest.raises(ValueError, match="is not YAML"):
         read_config(["preset=mini", f"config={tmp_path / 'bad.yaml'}"])
+
+
+def test_tables_in_every_layer(tmp_path):
+    """A table of names is one value, whether it stands in a file, on the line in one word or entry by entry."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("training: {rates: {types: 0.1, trunk.blocks: 2}}\n")
+    config = read_config(["preset=mini", f"config={file}", "training.group_weights={bulk: 3, slab 2: 0.5}"])
+    assert config.training.rates == {"types": 0.1, "trunk.blocks": 2.0}
+    assert config.training.group_weights == {"bulk": 3.0, "slab 2": 0.5}
+    write(config, tmp_path / "config.yaml")
+    again = read_config([f"config={tmp_path / 'config.yaml'}", "training.rates.head=5"])
+    assert again.training.rates == {"types": 0.1, "trunk.blocks": 2.0, "head": 5.0}
+    assert again.training.group_weights == config.training.group_weights
+    assert "training.rates" in help_text("finetune", "mini")
 
 
 def test_help_lists_every_key_with_its_default():

@@ -130,7 +130,33 @@ def test_edges_over_the_budget_are_warned_about_too():
     assert sorted(plan) == [[0], [1], [2]]
 
 
+def test_a_structure_over_the_budget_can_be_an_error():
+    """On every rank, so that none waits for another."""
+    dataset = read(FILES / "sizes_2_3_5_40_4.extxyz", cutoff=3.0)
+    for rank in range(2):
+        with pytest.raises(
+            ValueError, match=r"structure 3 .*frame 3\) has 40 atoms, more than training.batch_atoms=32\."
+        ):
+            loader(dataset, batch_atoms=32, rank=rank, world_size=2, oversized="error")
+    loader(dataset, batch_atoms=40, oversized="error")
+
+
 # Ranks and epochs
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("count", [200, 2000])
+def test_a_mixed_set_gives_the_ranks_equal_work(ranks, count):
+    """Molecules, slabs and bulk, 20 to 90 edges an atom: edges over an epoch within 10 %, also of few steps."""
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        sizes = random.choice([3, 12, 20, 64, 130], size=count)
+        edges = sizes * random.choice([20, 60, 90], size=count) + random.integers(0, 9, size=count)
+        parts = plans(sizes, edges, ranks, epoch=seed, batch_atoms=300, batch_edges=16000, seed=seed)
+        work = np.array([[edges[batch].sum() for batch in plan] for plan in parts])  # [rank, step]
+        assert work.sum(1).max() <= 1.1 * work.sum(1).min()
+        assert work.max(0).sum() <= 1.1 * work.sum() / ranks  # at each step all wait for the slowest
+        assert sizes[max(itertools.chain(*parts), key=lambda batch: sizes[batch].sum())].sum() <= 300
 
 
 def test_rt2_unequal_structures_give_equal_numbers_of_steps():

@@ -14,7 +14,7 @@ FILES = sorted(p for folder in ("mlff", "kernels", "presets") for p in (ROOT / f
 
 # A library may be imported by these files alone.
 LIBRARIES = {
-    "lightning": {"mlff/training.py", "mlff/data/module.py"},
+    "lightning": {"mlff/training.py", "mlff/distributed.py", "mlff/data/module.py"},
     "triton": {path.relative_to(ROOT).as_posix() for path in FILES if path.name.endswith("_triton.py")}
     | {"kernels/launch.py"},
     "tblite": {"mlff/data/generate.py"},

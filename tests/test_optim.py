@@ -21,9 +21,11 @@ from mlff.optim import (
     build_optimizer,
     learning_rate,
     orthogonal,
+    rate,
     route,
     route_table,
     set_learning_rate,
+    set_rates,
     warmup_steps,
 )
 from mlff.sezm.potential import SeZM
@@ -194,6 +196,22 @@ def test_the_route_table_counts_every_parameter():
     assert lines[1].split()[:3] == ["muon", "1", "24"]
     assert lines[3].split()[:3] == ["adam", "1", "6"]
     assert lines[4].split()[:2] == ["frozen", "12"]
+
+
+def test_the_innermost_room_decides_the_rate():
+    module = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(3, 3), "c": nn.Linear(3, 3)}), "d": nn.Linear(3, 3)})
+    set_rates(module, {"a": 0.5, "a.b": 2.0})
+    assert [rate(value) for value in module.parameters()] == [2.0, 2.0, 0.5, 0.5, 1.0, 1.0]
+    lines = route_table(module).splitlines()
+    assert [line.split("rate x ")[1:] for line in lines[1:]] == [["2"], [], ["0.5"], [], ["2"], [], ["0.5"]]
+    config = TrainingConfig(steps=10, schedule="constant", warmup=0, learning_rate=0.3)
+    optimizer = build_optimizer(module.parameters(), config)
+    set_learning_rate(optimizer, 3, config)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.6, 0.3, 0.15}
+    with pytest.raises(ValueError, match=r"training.rates: the model has no room 'e'; it has a, d and what is in them"):
+        set_rates(module, {"e": 1.0})
+    with pytest.raises(ValueError, match=r"the factor of d must be 0 or more; got -1"):
+        set_rates(module, {"d": -1.0})
 
 
 def test_a_parameter_without_gradient_is_left_alone():

@@ -22,6 +22,7 @@ from toy import PairPotential, molecules, structure
 
 import mlff
 from mlff import cli, presets
+from mlff.config import read_config
 from mlff.derivatives import evaluate
 from mlff.elements import SYMBOLS
 from mlff.runs import choose_folder, read_metrics
@@ -470,3 +471,48 @@ def test_the_first_command_of_the_readme(tmp_path):
     rows = [row for row in read_metrics(folder / "metrics.csv") if np.isfinite(row["valid_loss"])]
     assert rows[-1]["valid_loss"] < rows[0]["valid_loss"]
     shutil.rmtree(folder)
+
+
+def test_groups_weigh_in_the_loss(files, capsys):
+    """A weight of zero leaves a group out, denominators and all; a weight counts as so many copies."""
+    from mlff.data.batch import collate, collate_targets
+    from mlff.loss import differences, loss, loss_terms
+    from mlff.sets import open_sets
+
+    potential = PairPotential()
+
+    def loss_of(items, config):
+        graphs, targets = zip(*items, strict=True)
+        graph, labels = collate(graphs), collate_targets(targets)
+        found = differences(evaluate(potential, graph), labels, graph)
+        return loss(loss_terms(found, config.training.loss), config.training.loss).item()
+
+    def opened(*words):
+        config = read_config([*TINY, *data(files, "train", "valid"), *words])
+        sets = open_sets(config, 4.0, (1, 8))
+        return [sets.train[k] for k in range(len(sets.train))], config
+
+    plain, config = opened()
+    even = [item for item in plain if item[1].group == ("even",)]
+    odd = [item for item in plain if item[1].group == ("odd",)]
+    assert even and odd and len(even) + len(odd) == len(plain)
+    assert loss_of(opened("training.group_weights={odd: 0}")[0], config) == pytest.approx(loss_of(even, config))
+    assert loss_of(opened("training.group_weights={odd: 3}")[0], config) == pytest.approx(
+        loss_of(even + 3 * odd, config), rel=1e-12
+    )
+    assert loss_of(even, config) != pytest.approx(loss_of(plain, config), rel=1e-3)
+    assert run("finetune", *TINY, *data(files, "train", "valid"), "training.group_weights={od: 2}") == 2
+    assert "no structure has the group 'od'; the groups are even, odd." in capsys.readouterr().err
+
+
+def test_rates_are_printed_and_unknown_rooms_named(files, tmp_path, capsys):
+    words = [*TINY, *data(files, "train", "valid"), *SHORT, f"output={tmp_path / 'run'}"]
+    assert run("finetune", *words, "training.rates={heads: 2}") == 2
+    assert "training.rates: the model has no room 'heads'; it has types, " in capsys.readouterr().err
+    assert run("finetune", *words, "training.rates={head: 2, types: 0}") == 0
+    said = capsys.readouterr().out
+    assert "learning rate x 2" in said and "learning rate x 0" in said
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["rates"] == {
+        "head": 2,
+        "types": 0,
+    }

@@ -25,8 +25,10 @@ from mlff import optim
 from mlff.config import Config, TrainerConfig, TrainingConfig
 from mlff.data.batch import loader
 from mlff.derivatives import evaluate
-from mlff.runs import METRICS_COLUMNS, MetricsFile, read_metrics
-from mlff.training import Training, fit, trainer
+from mlff.loss import differences
+from mlff.runs import METRICS_COLUMNS, MetricsFile, find_checkpoint, read_metrics
+from mlff.sezm.potential import SeZM
+from mlff.training import EndlessBatches, Training, blocks_in, fit, trainer
 
 RECIPE = TrainingConfig(
     steps=20, learning_rate=0.01, warmup=5, validate_every=7, ema=0.9, schedule="cosine", batch_atoms=8, batch_edges=0
@@ -267,6 +269,108 @@ def test_rt16_large_reference_energies_keep_small_parts():
     from mlff.loss import differences
 
     assert differences(evaluate(potential, graph), targets, graph).energy.item() == pytest.approx(0.123 / 4, abs=1e-6)
+
+
+def sezm(**options):
+    """A small model whose branches all count."""
+    small = {"channels": 8, "n_radial": 4, "n_blocks": 1, "mixing_layers": 1, "lmax": 1, "n_atten_head": 1}
+    model = SeZM.from_options({**small, **options}, ["H", "O"], seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for value in model.parameters():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    return model
+
+
+def test_rt16_bfloat16_in_the_blocks_alone():
+    """-10000 eV and a small network part: their sum is right, and geometry, sums and loss are not taken in bfloat16."""
+    model = sezm(random_gamma=False)
+    graph, targets = molecules(1, atoms=(5,))[0]
+    full = evaluate(model, graph)
+    seen = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, i, out, name=name: seen.update({name: getattr(out, "dtype", None)}))
+    with blocks_in(model, torch.bfloat16):
+        half = evaluate(model, graph, create_graph=True)
+    assert model.block_dtype is None
+    reduced = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
+    assert reduced and all(name.startswith("trunk.") for name in reduced)
+    kept = ("basis", "radial", "environment", "geometry", "harmonics", "readout", "head")
+    assert all(seen[name] == torch.float32 for name in kept)
+    # bfloat16 keeps 8 bits: 0.4 % of what the blocks add.
+    error = (half.energy - full.energy).abs().item()
+    assert 0 < error < 0.004 * full.energy.abs().item()
+    assert 0 < (half.forces - full.forces).abs().max() < 0.02 * full.forces.abs().max()
+    model.reference_energies += -2000.0
+    with blocks_in(model, torch.bfloat16):
+        assert evaluate(model, graph).energy.item() + 10000 == pytest.approx(half.energy.item(), abs=1e-6)
+    found = differences(half, dataclasses.replace(targets, energy=half.energy.detach() - 0.123), graph)
+    assert found.energy.dtype == found.forces.dtype == torch.float64
+    assert found.energy.item() * 5 == pytest.approx(0.123, abs=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_rt16_each_precision_trains(tmp_path, precision):
+    """A hundred steps without NaN, towards the labels; all that is kept is float32 or better."""
+    recipe = dataclasses.replace(RECIPE, steps=100, validate_every=0, learning_rate=3e-3, batch_atoms=24)
+    module = Training(sezm(), recipe, seed=1)
+    valid = loader(labelled(4, seed=9), 24)
+    fit(module, loader(labelled(), 24, shuffle=True), valid, config(recipe, precision=precision), tmp_path, save)
+    losses = [row["train_loss"] for row in read_metrics(tmp_path / "metrics.csv")]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.9 * losses[0]
+    for value in module.state_dict().values():
+        assert value.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
+        assert not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def test_a_half_written_checkpoint_is_never_picked(tmp_path):
+    """A run that was killed while it wrote leaves a draft beside the last whole checkpoint, or alone."""
+    settings = dataclasses.replace(config(), output=str(tmp_path / "a"))
+    folder = tmp_path / "a" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / ".last.ckpt.draft").write_bytes(b"PK half of it")
+    assert find_checkpoint(settings, tmp_path / "a") is None
+    run(tmp_path / "a", stop_at=7)
+    (folder / ".last.ckpt.draft").write_bytes(b"PK half of it")
+    found = find_checkpoint(settings, tmp_path / "a")
+    assert found is not None and found.name == "last.ckpt"
+    _, _, outcome = run(tmp_path / "a", resume=found)
+    assert outcome.steps == 20
+    assert [path.name for path in folder.iterdir()] == ["last.ckpt"]
+
+
+def test_another_cut_of_the_epoch_goes_on_with_the_next(tmp_path, capsys):
+    """Inside an epoch the place of a checkpoint means nothing to other batches; between epochs it does."""
+    run(tmp_path / "a", stop_at=7)
+    position = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=True)["data_position"]
+    assert position["batches"] > 0
+    same, other = (EndlessBatches(loader(labelled(), atoms, seed=3, shuffle=True)) for atoms in (8, 16))
+    same.go_to(position)
+    assert same.position() == position
+    other.go_to(position)
+    assert (other.epoch, other.taken) == (position["epoch"] + 1, 0)
+    assert "(batch_atoms 8 -> 16): going on with the next epoch" in capsys.readouterr().out
+    other.go_to({**position, "batches": 0})
+    assert (other.epoch, other.taken) == (position["epoch"], 0)
+
+
+def test_rates_by_room(tmp_path):
+    """A rate of zero leaves a room as it was, at every step and for both optimisers."""
+    for optimizer in ("hybridmuon", "adamw"):
+        recipe = dataclasses.replace(RECIPE, steps=5, optimizer=optimizer)
+        model = sezm()
+        optim.set_rates(model, {"trunk": 0.5, "trunk.blocks.0.convolution": 0.0})
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        module = Spy(model, recipe)
+        batches = loader(labelled(), 8)
+        fit(module, batches, batches, config(recipe), tmp_path / optimizer, save)
+        still = {name for name, value in model.named_parameters() if torch.equal(value, before[name])}
+        assert still and all(name.startswith("trunk.blocks.0.convolution.") for name in still)
+        assert len(still) == sum(name.startswith("trunk.blocks.0.convolution.") for name in before)
+        assert {group["rate"] for group in module.trainer.optimizers[0].param_groups} == {0.0, 0.5, 1.0}
+        table = optim.route_table(model, optimizer)
+        assert "learning rate x 0.5" in table and "learning rate x 0" in table
+        assert ("muon" in table) == (optimizer == "hybridmuon")
 
 
 def test_rp1_every_file_loads_without_code(tmp_path):

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mlff.graph import Graph, Targets
 
+_UNEVEN = 0.05  # part of a step's largest batch by which the smallest may cost less
 _OPEN_BATCHES = 16  # looked at for each structure: more fills batches no better and takes longer
 
 
@@ -79,10 +80,10 @@ class BudgetSampler(Sampler[list[int]]):
     same step are of similar cost (edges, or atoms where edges are not counted); without it, structures keep their
     order.
 
-    A structure above a budget is a batch of its own, with one warning. Where the number of batches is no multiple of
-    the number of ranks, the largest are split. Where every batch is a single structure already, some come twice; with
-    `shuffle` under their index, without it under index - S, counted from the end as Python does it, so that whoever
-    averages over structures can tell.
+    A structure above a budget is a batch of its own, with one warning, or an error if `oversized` says so. Where the
+    number of batches is no multiple of the number of ranks, the largest are split. Where every batch is a single
+    structure already, some come twice; with `shuffle` under their index, without it under index - S, counted from the
+    end as Python does it, so that whoever averages over structures can tell.
 
     Args:
         n_atoms: atoms of each structure.
@@ -93,7 +94,8 @@ class BudgetSampler(Sampler[list[int]]):
         rank: which of the ranks this is.
         world_size: number of ranks.
         shuffle: whether to mix structures, differently in each epoch.
-        place: gives a structure's name for the warning, as file and frame; None = its index says enough.
+        place: gives a structure's name for messages, as file and frame; None = its index says enough.
+        oversized: what a structure above a budget is: `batch` or `error`.
 
     Attributes:
         epoch: whose batches come next.
@@ -102,7 +104,8 @@ class BudgetSampler(Sampler[list[int]]):
         sampler: the sampler itself; Lightning calls `set_epoch` on it where it counts epochs.
 
     Raises:
-        ValueError: there is no structure, a budget is not positive, or the rank is not one of the ranks.
+        ValueError: there is no structure, a budget is not positive, the rank is not one of the ranks, or a structure is
+            above a budget where `oversized` is `error`.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class BudgetSampler(Sampler[list[int]]):
         world_size: int = 1,
         shuffle: bool = True,
         place: Callable[[int], str] | None = None,
+        oversized: Literal["batch", "error"] = "batch",
     ) -> None:
         self._atoms = np.asarray(n_atoms, dtype=np.int64)
         self._edges = None if n_edges is None else np.asarray(n_edges, dtype=np.int64)
@@ -135,7 +139,18 @@ class BudgetSampler(Sampler[list[int]]):
         self.epoch = 0
         self.start = 0
         self._planned: tuple[int, list[list[int]]] | None = None
-        self._warn_of_large_structures(place)
+        self._tell_of_large_structures(place, oversized)
+
+    @property
+    def plan_of(self) -> dict[str, int]:
+        """What the batches of an epoch follow from: with other values, a place in the middle of it means nothing."""
+        return {
+            "seed": self.seed,
+            "structures": len(self._atoms),
+            "batch_atoms": self.batch_atoms,
+            "batch_edges": self.batch_edges,
+            "ranks": self.world_size,
+        }
 
     @property
     def sampler(self) -> BudgetSampler:
@@ -174,11 +189,22 @@ class BudgetSampler(Sampler[list[int]]):
             repeat += 1
         if not self.shuffle:
             return batches[self.rank :: ranks]
-        costs = [self._cost(batch) for batch in batches]
-        ordered = [batches[place] for place in np.argsort(costs, kind="stable")]
-        steps = [ordered[first : first + ranks] for first in range(0, len(ordered), ranks)]
-        turns = [random.permutation(ranks) for _ in steps]  # no rank has the larger one always
-        return [steps[step][turns[step][self.rank]] for step in random.permutation(len(steps))]
+        costs = np.array([self._cost(batch) for batch in batches])
+        # Neighbours by cost meet at a step, so that no rank waits long for another. Within a step the costlier batch
+        # goes to the rank that has had less so far, so that all have the same work in the end; the steps that differ
+        # most are shared out first, while the others can still make up for it.
+        steps = np.argsort(costs, kind="stable")[::-1].reshape(-1, ranks)
+        for step in steps:
+            for place, batch in zip(step.tolist(), self._evened([batches[place] for place in step]), strict=True):
+                batches[place], costs[place] = batch, self._cost(batch)
+        spread = costs[steps].max(1) - costs[steps].min(1)
+        had, mine = np.zeros(ranks, np.int64), np.zeros(len(steps), np.int64)
+        for step in np.argsort(-spread, kind="stable").tolist():
+            from_least = np.lexsort((random.permutation(ranks), had))  # ties by chance
+            from_most = steps[step][np.argsort(-costs[steps[step]], kind="stable")]
+            had[from_least] += costs[from_most]
+            mine[step] = from_most[np.flatnonzero(from_least == self.rank)[0]]
+        return [batches[mine[step]] for step in random.permutation(len(steps)).tolist()]
 
     def _filled(self, order: np.ndarray, open_batches: int) -> list[list[int]]:
         """Put structures into batches in order: each into the first open one that has room."""
@@ -207,6 +233,30 @@ class BudgetSampler(Sampler[list[int]]):
                 filling.append(([structure], most_atoms - atoms, most_edges - edges))
         return done + [batch for batch, _, _ in filling]
 
+    def _evened(self, step: list[list[int]]) -> list[list[int]]:
+        """Share the structures of a step's batches out again if one costs much less than another, as the last ones do.
+
+        Costliest first, each to the batch with the least so far that has room; if one finds no room all stays.
+        """
+        costs = [self._cost(batch) for batch in step]
+        if max(costs) - min(costs) <= _UNEVEN * max(costs):
+            return step
+        most_edges = self.batch_edges or np.iinfo(np.int64).max
+        edges_of = self._edges if self._edges is not None else np.zeros_like(self._atoms)
+        new: list[list[int]] = [[] for _ in step]
+        sums = np.zeros((len(step), 3), np.int64)  # atoms, edges, cost
+        for structure in sorted((s for batch in step for s in batch), key=lambda s: -int(self._costs[s])):
+            own = np.array([self._atoms[structure], edges_of[structure], self._costs[structure]])
+            room = (sums[:, 0] + own[0] <= self.batch_atoms) & (sums[:, 1] + own[1] <= most_edges)
+            room |= sums[:, 0] == 0  # a structure above the budget is a batch of its own
+            if not room.any():
+                return step
+            place = int(np.argmin(np.where(room, sums[:, 2], np.iinfo(np.int64).max)))
+            new[place].append(structure)
+            sums[place] += own
+        evener = all(new) and np.ptp(sums[:, 2]) < max(costs) - min(costs)
+        return new if evener else step
+
     def _split_until_divisible(self, batches: list[list[int]]) -> None:
         """Split the costliest batches in two until the ranks get equally many; the order of structures stays."""
         while len(batches) % self.world_size:
@@ -226,8 +276,8 @@ class BudgetSampler(Sampler[list[int]]):
     def _costs(self) -> np.ndarray:
         return self._atoms if self._edges is None else self._edges
 
-    def _warn_of_large_structures(self, place: Callable[[int], str] | None) -> None:
-        if self.rank:  # the others would say the same
+    def _tell_of_large_structures(self, place: Callable[[int], str] | None, oversized: str) -> None:
+        if self.rank and oversized == "batch":  # the others would say the same
             return
         budgets = [("atoms", self._atoms, self.batch_atoms)]
         if self.batch_edges and self._edges is not None:
@@ -238,10 +288,17 @@ class BudgetSampler(Sampler[list[int]]):
                 first = int(large[0])
                 where = f", {place(first)}" if place is not None else ""
                 others = f" ({len(large) - 1} more are too large)" if len(large) > 1 else ""
-                warnings.warn(
+                found = (
                     f"structure {first} (counted from 0{where}) has {counts[first]} {what}, more than "
-                    f"training.batch_{what}={most}: it is a batch of its own{others}. If memory suffices, raise "
-                    f"training.batch_{what}.",
+                    f"training.batch_{what}={most}"
+                )
+                if oversized == "error":
+                    raise ValueError(
+                        f"{found}{others}. Raise training.batch_{what}, remove the structure, or take such structures "
+                        "as batches of their own: training.oversized=batch."
+                    )
+                warnings.warn(
+                    f"{found}: it is a batch of its own{others}. If memory suffices, raise training.batch_{what}.",
                     stacklevel=3,
                 )
 
@@ -288,6 +345,7 @@ def loader(
     rank: int = 0,
     world_size: int = 1,
     start_method: str | None = None,
+    oversized: Literal["batch", "error"] = "batch",
 ) -> DataLoader[Any]:
     """Return the batches of a data set: a `DataLoader` that gives (Graph, Targets) of several structures.
 
@@ -307,9 +365,10 @@ def loader(
         rank: which of the ranks this is.
         world_size: number of ranks.
         start_method: how workers begin (fork, spawn or forkserver); None = Python's default.
+        oversized: what a structure above a budget is: `batch`, one of its own, or `error`.
 
     Raises:
-        ValueError: the data set is empty or a budget is not positive.
+        ValueError: the data set is empty, a budget is not positive, or a structure above one is an error.
     """
     n_edges = dataset.n_edges() if len(dataset) and (batch_edges or world_size > 1) else None
     sampler = BudgetSampler(
@@ -322,6 +381,7 @@ def loader(
         world_size,
         shuffle,
         place=getattr(dataset, "place", None),
+        oversized=oversized,
     )
     return DataLoader(
         dataset if shuffle or world_size == 1 else _CountedOnce(dataset),  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ process was started. Labels that are missing are NaN.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,6 +314,17 @@ class Dataset:
         if self._n_edges is not None:
             part._n_edges = self._n_edges[chosen]
         return part
+
+    def weighted(self, factors: Mapping[str, float]) -> Dataset:
+        """Return the data set with the weights of some groups in the loss multiplied by a factor each."""
+        if not factors:
+            return self
+        frames = copy.copy(self._frames)
+        of_group = np.array([factors.get(name, 1.0) for name in frames.group_names])
+        frames.weight = frames.weight * of_group[frames.group]
+        other = copy.copy(self)
+        other._frames = frames
+        return other
 
     def _frame(self, index: int) -> int:
         if not -len(self) <= index < len(self):

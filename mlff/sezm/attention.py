@@ -45,6 +45,7 @@ class EnvelopeAttention(nn.Module):
         logits = by_head / math.sqrt(products.shape[-1] / self.heads)
         logits = logits + torch.einsum("efc,cfh->efh", radial, self.logit_weight)
         null = functional.softplus(self.null) + self.eps
+        logits = logits.to(null.dtype)  # matrix products may have been taken in bfloat16; exponentials are not
         weight = edges.gated(edges.weight.square()).unsqueeze(-1)  # [E, 1, 1]
         with torch.no_grad():  # any common shift gives the same weights
             shown = torch.where(weight > 0, logits, -math.inf)

@@ -29,7 +29,11 @@ class Edges:
     basis: Float[Tensor, "E B"]  # radial basis φ with its envelope
 
     def sum(self, values: Float[Tensor, "E *n"]) -> Float[Tensor, "A *n"]:
-        """Return the sum over the edges of each receiver."""
+        """Return the sum over the edges of each receiver, in float32 at least.
+
+        A bfloat16 sum of some hundred neighbours would keep two digits.
+        """
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.new_zeros(self.n_atoms, *values.shape[1:]).index_add(0, self.receivers, values)
 
     def gated(self, weight: Tensor) -> Tensor:

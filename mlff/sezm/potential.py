@@ -10,6 +10,7 @@ Source: the DPA4 model, arXiv:2606.02419, as its checkpoints define it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -46,7 +47,12 @@ def edge_vectors(graph: Graph) -> Float[Tensor, "E 3"]:
 
 
 class SeZM(nn.Module):
-    """Energies of atoms from their neighbourhoods: Graph -> [A] in eV, reference energies included."""
+    """Energies of atoms from their neighbourhoods: Graph -> [A] in eV, reference energies included.
+
+    Attributes:
+        block_dtype: the type in which the matrix products of the blocks are taken; None = that of the weights.
+            Geometry, radial functions, read-out and sums are never taken in less than the weights' own.
+    """
 
     def __init__(
         self, options: Options, elements: Iterable[str | int], seed: int = 0, dtype: torch.dtype = torch.float32
@@ -55,6 +61,7 @@ class SeZM(nn.Module):
         self.options = options
         self.elements: tuple[int, ...] = chemistry.atomic_numbers(elements)
         self.cutoff: float = options.rcut
+        self.block_dtype: torch.dtype | None = None
         if not self.elements:
             raise ValueError("a model needs at least one element; got an empty list")
         with torch.random.fork_rng(devices=[]):
@@ -268,11 +275,19 @@ class SeZM(nn.Module):
         x = torch.cat((scalars.unsqueeze(1), rest), 1)
         pair_types = types.index_select(0, edges.senders) + types.index_select(0, edges.receivers)
         features = radial + pair_types.unsqueeze(1)
-        x = self.trunk(x, features, self.rotations(frames), edges)
+        rotations = self.rotations(frames)
+        with self._block_precision(x.device):
+            x = self.trunk(x, features, rotations, edges)
+        x = x.to(self.dtype)
         frame_parameters = graph.frame_parameters
         if frame_parameters is not None:
             frame_parameters = frame_parameters.index_select(0, graph.structure)
         return self.head(self.readout(x), frame_parameters, graph.atom_parameters)
+
+    def _block_precision(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.block_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self.block_dtype)
 
     def _conditions(self, graph: Graph) -> tuple[Tensor, Tensor]:
         """Return charge and spin of each structure; a spin of 0 (not given) takes the model's default pair."""

@@ -1,0 +1,564 @@
+"""Several ranks do what one does: two processes on the CPU, joined by gloo.
+
+This file is also the program that the ranks run: each test starts it twice with the name of a function.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_loss import prediction_off_by
+from test_scripts import write_structures
+from test_training import Structures
+from toy import PairPotential, molecules, structure
+
+from mlff import distributed, optim, ranks, sharding
+from mlff.checkpoint import save
+from mlff.config import Config, TrainerConfig, TrainingConfig
+from mlff.data.batch import collate, collate_targets, loader
+from mlff.loss import ErrorSums, differences
+from mlff.runs import read_metrics
+from mlff.sezm.potential import SeZM
+from mlff.training import Training, fit
+
+ROOT = Path(__file__).parents[1]
+STRATEGIES = ("ddp", "zero1", "fsdp")
+OPTIONS = {"channels": 8, "n_radial": 4, "n_blocks": 1, "mixing_layers": 1, "lmax": 1, "random_gamma": False}
+RECIPE = TrainingConfig(
+    steps=4, learning_rate=0.01, warmup=0, schedule="constant", ema=0.5, validate_every=2, batch_edges=0
+)
+
+
+def launch(function: str, folder: Path, *words: str, count: int = 2, timeout: float = 120) -> None:
+    """Run a function of this file on several ranks; all must end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(count), "NODE_RANK": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, function, str(folder), *words],
+            env={**shared, "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, error in zip(processes, errors, strict=True):
+        assert process.returncode == 0, error
+
+
+def config(strategy="ddp", devices=2, recipe=RECIPE, **machine) -> Config:
+    keys = {"accelerator": "cpu", "strategy": strategy, "devices": devices, "log_every": 1, "logger": "none"}
+    return Config(preset="nano", training=recipe, trainer=TrainerConfig(**{**keys, **machine}))
+
+
+def join(items):
+    graphs, targets = zip(*items, strict=True)
+    return collate(graphs), collate_targets(targets)
+
+
+class Given:
+    """A loader of given batches, the same in each epoch."""
+
+    def __init__(self, batches):
+        self.batches, self.batch_sampler, self.start, self.plan_of = batches, self, 0, {}
+
+    def set_epoch(self, epoch):
+        pass
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        return iter(self.batches[start:])
+
+
+def potential(dtype=torch.float64) -> SeZM:
+    """A model whose every branch counts: a new one has branches of zeros."""
+    model = SeZM.from_options(OPTIONS, ["H", "O"], seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    for value in model.parameters():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator).to(dtype)
+    return model
+
+
+def labelled(count, seed, atoms=(3, 2, 5), forces=True, weight=1.0):
+    """Molecules with energies and forces that follow from nothing but the seed."""
+    random = np.random.default_rng(seed)
+    items = []
+    for graph, _ in molecules(count, atoms=atoms, seed=seed):
+        labels = random.normal(size=(graph.n_atoms, 3)) if forces else None
+        kept = structure(graph.positions, graph.numbers, energy=random.normal(), forces=labels, weight=weight)
+        items.append(kept)
+    return items
+
+
+def isolated(energy=-1.0):
+    return structure([[0.0, 0.0, 0.0]], [8], energy=energy)
+
+
+def parts() -> list[list[list]]:
+    """Three batches as [batch][rank][structure]: unequal, once without forces, once with an atom alone, weighted."""
+    return [
+        [labelled(3, 1), labelled(1, 2, forces=False)],
+        [labelled(2, 3, atoms=(5, 4)), [isolated()]],
+        [labelled(1, 4, weight=3.0), labelled(4, 5, atoms=(2,))],
+    ]
+
+
+VALID = labelled(3, 9)
+
+
+class Watched(Training):
+    """Notes the whole gradient of every step before it is clipped."""
+
+    def __init__(self, potential, recipe):
+        super().__init__(potential, recipe)
+        self.gradients = []
+
+    def configure_gradient_clipping(self, optimizer, *_, **__):
+        found = {name: value.grad for name, value in self.trained if value.grad is not None}
+        self.gradients.append({name: gradient.clone() for name, gradient in sharding.whole(found).items()})
+        super().configure_gradient_clipping(optimizer)
+
+
+def train(folder: Path, strategy: str, devices: int, batches, recipe=RECIPE, resume=None, model=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = config(strategy, devices, recipe)
+    module = Watched(potential() if model is None else model, recipe)
+    valid = Given([join(VALID[ranks.rank() :: ranks.count()])])
+    write = save if isinstance(module.potential, SeZM) else save_toy
+    outcome = fit(module, Given(batches), valid, settings, folder, write, resume)
+    torch.save(module.gradients, folder / f"gradients-{ranks.rank()}.pt")
+    return module, outcome
+
+
+OPTIMIZERS = ("adamw", "hybridmuon", "accumulated")
+
+
+def train_each(folder: Path, strategy: str, devices: int, batches, resume: Path | None = None, steps: int = 4):
+    """Train over the batches with either optimiser, and with two batches a step."""
+    for name in OPTIMIZERS:
+        kind = {"accumulate": 2} if name == "accumulated" else {"optimizer": name}
+        recipe = dataclasses.replace(RECIPE, steps=steps, **kind)
+        checkpoint = None if resume is None else resume / name / "checkpoints" / "last.ckpt"
+        train(folder / name, strategy, devices, batches, recipe, checkpoint)
+
+
+def train_alone(folder: Path, resume: Path | None = None, steps: int = 4) -> Path:
+    """The batches of `parts`, whole, on one rank."""
+    batches = [join([item for part in batch for item in part]) for batch in parts()]
+    train_each(folder, "auto", 1, batches, resume, steps)
+    return folder
+
+
+class Choosy(PairPotential):
+    """A potential that leaves most of its parameters out where there is no edge, and one always."""
+
+    def __init__(self):
+        super().__init__(seed=1)
+        self.never = torch.nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, graph, vectors=None):
+        if graph.n_edges:
+            return super().forward(graph, vectors)
+        rows = self.get_buffer("rows").index_select(0, graph.numbers)
+        return self.table.sum(-1).double().index_select(0, rows) + 0.0 * vectors.sum()
+
+
+def rank_work(folder: Path):
+    """Everything that two ranks are asked to do, in one go: starting them takes longer."""
+    me = ranks.rank
+    for strategy in STRATEGIES:
+        distributed.start(config(strategy).trainer)
+        batches = [join(batch[me()]) for batch in parts()]
+        train_each(folder / strategy, strategy, 2, batches)
+        batches = [join([labelled(2, 1, forces=False), [isolated()]][me()]), join([[isolated()], labelled(2, 2)][me()])]
+        recipe = dataclasses.replace(RECIPE, steps=3)
+        module, _ = train(folder / strategy / "choosy", strategy, 2, batches, recipe, model=Choosy())
+        torch.save(sharding.whole(module.state_dict()), folder / strategy / f"choosy-{me()}.pt")
+
+    batches = [labelled_off_by(1.0, 3), labelled_off_by(2.0, 1)] if me() == 0 else [labelled_off_by(3.0, 3)]
+    sums = ErrorSums(RECIPE.loss)
+    for graph, targets, prediction in batches:
+        sums.update(differences(prediction, targets, graph))
+    said = {"average": sums.compute()["energy_mae_per_atom"]}
+
+    data = Structures(labelled(7, 3, atoms=(2, 3, 5, 40, 4, 17, 29)))
+    batches = loader(data, 48, seed=3, shuffle=True, rank=me(), world_size=2)
+    recipe = dataclasses.replace(RECIPE, steps=2 * len(batches), validate_every=0)
+    module = Watched(PairPotential(seed=1), recipe)
+    outcome = fit(module, batches, Given([join(VALID)]), config(recipe=recipe), made(folder / "unequal"), save_toy)
+    said |= {"steps": outcome.steps, "length": len(batches), "seen": data.asked, "position": module.batches.position()}
+
+    said["anywhere"] = [ranks.anywhere(False), ranks.anywhere(me() == 1)]
+    said["from_first"] = ranks.from_first(lambda: f"rank {me()}")
+    for failing, function in enumerate((ranks.from_first, ranks.together)):
+        try:
+            function(lambda failing=failing: int("seven") if me() == failing else 7)
+        except (ValueError, SystemExit) as error:
+            said[f"{function.__name__} fails"] = repr(error)
+    (folder / f"said-{me()}.json").write_text(json.dumps(said))
+
+
+def rank_few(folder: Path):
+    """Three ranks share two small tensors: one owns none, and some have no slice."""
+    distributed.start(config(devices=3).trainer)
+    build = functools.partial(optim.build_optimizer, config=dataclasses.replace(RECIPE, optimizer="hybridmuon"))
+
+    def module():
+        torch.manual_seed(0)
+        return torch.nn.ParameterDict({"matrix": torch.randn(2, 5), "vector": torch.randn(4)}).double()
+
+    def loss_of(values, factor):
+        return factor * ((values["matrix"] @ torch.arange(5.0).double()).square().sum() + values["vector"].sin().sum())
+
+    whole, plain, sliced = module(), module(), module()
+    step = sharding.shard(sliced, lambda factor: loss_of(sliced, factor))
+    optimizers = [build(list(whole.parameters()))]
+    optimizers += [sharding.ShardedOptimizer(values.parameters(), build) for values in (plain, sliced)]
+    for _ in range(3):
+        loss_of(whole, 1.0).backward()
+        loss_of(plain, 1.0).backward()
+        step(ranks.rank()).backward()  # 0, 1 and 2: their mean is what the others have
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = whole.state_dict()
+    close(expected, plain.state_dict(), 1e-14)
+    close(expected, sharding.whole(sliced.state_dict()), 1e-14)
+    for optimizer in optimizers[1:]:
+        optimizer.consolidate_state_dict()
+        if ranks.rank() == 0:
+            state = optimizer.state_dict()["state"]
+            for number, values in optimizers[0].state_dict()["state"].items():
+                close(values, state[number], 1e-14)
+
+
+def rank_resume(folder: Path, resume: str):
+    """Go on from the checkpoints of one rank."""
+    for strategy in STRATEGIES:
+        distributed.start(config(strategy).trainer)
+        batches = [join(batch[ranks.rank()]) for batch in parts()]
+        train_each(folder / strategy, strategy, 2, batches, Path(resume), steps=7)
+
+
+def labelled_off_by(error: float, count: int):
+    """Isolated atoms whose energies are predicted wrongly by so much."""
+    graph, targets = join([isolated() for _ in range(count)])
+    return graph, targets, prediction_off_by(graph, targets, error, 0.0)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def save_toy(module, path):
+    save_file(module.state_dict(), path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    return train_alone(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """What two ranks have written, and what each has said."""
+    folder = tmp_path_factory.mktemp("two")
+    launch("rank_work", folder)
+    return folder, [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(2)]
+
+
+def last(folder: Path) -> dict:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+# Sums of float64 in another order change gradients of some tens by 1e-14. The orthogonal step divides by the size of a
+# matrix and multiplies its small singular values by up to 10³, AdamW divides by the size of a gradient or 1e-8; some
+# steps on, weights were seen to differ by 1e-13. A wrong step is off by the learning rate, 1e-2.
+TOLERANCE = 1e-9
+
+
+def close(one, other, tolerance=TOLERANCE):
+    for name in one:
+        torch.testing.assert_close(
+            one[name], other[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rt14_two_ranks_are_one(alone, two, strategy, optimizer):
+    """Gradients, weights, averages, optimiser states, losses and names are those of one rank with whole batches.
+
+    The gradient is, to round-off, only if the means of the loss are over the whole batch.
+    """
+    folders = alone / optimizer, two[0] / strategy / optimizer
+    pairs = [torch.load(folder / "gradients-0.pt") for folder in folders]
+    for first, second in zip(*pairs, strict=True):
+        assert max(gradient.abs().max() for gradient in first.values()) > 1.0
+        close(first, second, 1e-10)
+    ends = [last(folder) for folder in folders]
+    assert list(ends[0]["state_dict"]) == list(ends[1]["state_dict"])
+    close(ends[0]["state_dict"], ends[1]["state_dict"])
+    states = [end["optimizer_states"][0] for end in ends]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for number, state in states[0]["state"].items():
+        assert state.keys() == states[1]["state"][number].keys()
+        close(state, states[1]["state"][number])
+    rows = [read_metrics(folder / "metrics.csv") for folder in folders]
+    for name in ("step", "train_loss", "train_energy_mae_per_atom", "train_forces_mae", "valid_loss"):
+        expected = [row[name] for row in rows[0]]
+        assert [row[name] for row in rows[1]] == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
+    assert load_file(folders[1] / "model.safetensors").keys() == potential().state_dict().keys()
+
+
+@pytest.mark.slow
+def test_rt5_a_run_goes_on_on_another_number_of_ranks(alone, two, tmp_path):
+    """Whatever strategy wrote a checkpoint, one rank goes on from it, and the other way about."""
+    train_alone(tmp_path / "whole", steps=7)
+    launch("rank_resume", tmp_path / "two", str(alone))
+    for strategy in STRATEGIES:
+        train_alone(tmp_path / "one" / strategy, two[0] / strategy, steps=7)
+        for optimizer in OPTIMIZERS:
+            whole = last(tmp_path / "whole" / optimizer)
+            for name in ("one", "two"):
+                end = last(tmp_path / name / strategy / optimizer)
+                assert end["global_step"] == 7
+                close(whole["state_dict"], end["state_dict"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rt11_parameters_that_only_one_rank_uses(two, strategy):
+    """Energies only, forces, and an atom alone on the other rank: no stop, and equal weights after three steps."""
+    first, second = (torch.load(two[0] / strategy / f"choosy-{rank}.pt") for rank in range(2))
+    start = Choosy()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        if name.startswith("potential.") and value.is_floating_point() and "reference" not in name:
+            moved = not torch.equal(value, start.state_dict()[name.removeprefix("potential.")])
+            # Slices are reduced in one piece, so that a parameter that nobody uses has a gradient of zeros: it decays.
+            assert moved or name == "potential.never"
+            assert strategy == "fsdp" or moved == (name != "potential.never")
+
+
+@pytest.mark.slow
+def test_more_ranks_than_tensors(tmp_path):
+    launch("rank_few", tmp_path, count=3)
+
+
+def test_rt3_averages_count_structures(two):
+    """Rank 0 has batches of 3 and 1 structures with errors 1 and 2, rank 1 one of 3 with 3: 14/7."""
+    assert [said["average"] for said in two[1]] == [2.0, 2.0]
+
+
+def test_rt2_unequal_structures_equal_steps(two):
+    """Seven structures of 2 to 40 atoms, budget 48, two epochs of a whole training."""
+    first, second = two[1]
+    assert first["length"] == second["length"] > 0
+    assert first["steps"] == second["steps"] == 2 * first["length"]
+    for said in (first, second):
+        assert said["position"]["epoch"] == 1 and said["position"]["batches"] == first["length"]
+    assert sorted(first["seen"] + second["seen"]) == sorted(2 * list(range(7)))
+
+
+def test_ranks_agree(two):
+    first, second = two[1]
+    assert first["anywhere"] == second["anywhere"] == [False, True]
+    assert first["from_first"] == second["from_first"] == "rank 0"
+    # One rank tells its error, the other leaves.
+    assert first["from_first fails"].startswith("ValueError") and second["from_first fails"] == "SystemExit(2)"
+    assert second["together fails"].startswith("ValueError") and first["together fails"] == "SystemExit(2)"
+
+
+# Whole runs, as users start them
+
+
+TINY = {**OPTIONS, "edge_norm": False}
+KEYS = ["preset=nano", "weights=none", "trainer.accelerator=cpu", "trainer.logger=none", "trainer.log_every=1"]
+KEYS += [f"model.{key}={str(value).lower()}" for key, value in TINY.items() if key != "random_gamma"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("structures")
+    return [f"data.{name}={write_structures(folder / f'{name}.xyz', 12, 3)}" for name in ("train", "valid")]
+
+
+def begin(output: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, ROOT / "scripts" / "finetune.py", *KEYS, f"output={output}", *words],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    """Wait for a run and all that it has started; return what was said."""
+    try:
+        said = process.communicate(timeout=200)
+        assert process.returncode == code, said[1]
+        return said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if float((output / "metrics.csv").read_text().splitlines()[-1].split(",")[0]) >= step:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"the run did not come to step {step}: {process.communicate()}")
+
+
+def curve(output: Path) -> dict[float, float]:
+    return {row["step"]: row["train_loss"] for row in read_metrics(output / "metrics.csv") if row["step"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight processes of some 15 s each, on a busy machine one after another
+def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
+    """Killed, then SIGTERM to one rank of two, which ends both in order: the curve is that of an unbroken run."""
+    words = (*data, "trainer.devices=2", "training.steps=240", "training.validate_every=20", "training.batch_atoms=12")
+    finish(begin(tmp_path / "whole", *words))
+    broken = tmp_path / "broken"
+    process = begin(broken, *words)
+    wait_for_step(process, broken, 50)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert 50 <= max(curve(broken)) < 240
+    assert 40 <= last(broken)["global_step"] < max(curve(broken)) + 1
+    draft = broken / "checkpoints" / ".last.ckpt.draft"
+    draft.write_bytes((broken / "checkpoints" / "last.ckpt").read_bytes()[:1000])  # as if killed while writing
+
+    process = begin(broken, *words)
+    wait_for_step(process, broken, 130)
+    process.terminate()
+    said, errors = finish(process)
+    assert "Stopped at step" in said and "Stopping after this step" in errors
+    stopped = int(last(broken)["global_step"])
+    assert 130 <= stopped < 240 and f"Stopped at step {stopped}" in said
+    assert max(curve(broken)) == stopped
+
+    finish(begin(broken, *words))
+    expected = curve(tmp_path / "whole")
+    assert len(expected) == 240
+    assert curve(broken) == pytest.approx(expected, rel=1e-6)
+    close(last(tmp_path / "whole")["state_dict"], last(broken)["state_dict"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_starts_the_ranks(data, tmp_path):
+    """The run is that of the ranks that the program starts itself; another number is an error in one sentence."""
+    words = (*data, "training.steps=4", "training.validate_every=2", "training.batch_atoms=12")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    finish(begin(tmp_path / "own", *words, "trainer.devices=2"))
+    said, _ = finish(begin(tmp_path / "theirs", *words, "trainer.devices=2", launcher=launcher))
+    assert said.count("Everything goes to") == said.count("Before training:") == 1
+    assert curve(tmp_path / "theirs") == curve(tmp_path / "own")
+    _, errors = finish(begin(tmp_path / "three", *words, "trainer.devices=3", launcher=launcher), code=1)
+    assert "torchrun started 2 processes, but trainer.devices=3 times trainer.num_nodes=1 is 3." in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
+    """Two nodes with a task each, as srun describes them to its tasks; SIGUSR1 to one stops both, and they go on."""
+    words = (*data, "training.steps=300", "training.validate_every=50", "training.batch_atoms=12")
+    names = {"JOB_ID": os.getpid(), "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 1, "STEP_NUM_TASKS": 2}
+    names |= {"LOCALID": 0, "NNODES": 2, "NODELIST": "127.0.0.1", "JOB_NODELIST": "127.0.0.1"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+    def tasks():
+        for number in ("0", "1"):
+            monkeypatch.setenv("SLURM_PROCID", number)
+            monkeypatch.setenv("SLURM_NODEID", number)
+            yield begin(tmp_path / "run", *words, "trainer.num_nodes=2")
+
+    first, second = tasks()
+    wait_for_step(first, tmp_path / "run", 60)
+    second.send_signal(signal.SIGUSR1)
+    said = [finish(task)[0] for task in (first, second)]
+    assert "Stopped at step" in said[0] and said[1].count("\n") == 1
+    assert 60 <= last(tmp_path / "run")["global_step"] < 300
+    for task in list(tasks()):
+        finish(task)
+    assert list(curve(tmp_path / "run")) == list(range(1, 301))
+    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    assert "srun started 2 processes, but trainer.devices=1 times trainer.num_nodes=1 is 1." in errors
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_once(data, tmp_path):
+    """By one of two ranks, which both end."""
+    words = (*data, "trainer.devices=2", "training.batch_atoms=3", "training.oversized=error")
+    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    assert errors.count("more than training.batch_atoms=3") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a11_two_steps_of_a_small_pro_are_finite(data, tmp_path):
+    """DDP with one rank, ZeRO-1, 300 atoms a batch, float32: every floating tensor of the checkpoint."""
+    words = ["preset=pro", "trainer.devices=1", "trainer.strategy=zero1", "trainer.precision=fp32"]
+    words += ["training.batch_atoms=300", "training.steps=2", "model.channels=8", "model.n_blocks=2", "model.lmax=3"]
+    kept = [key for key in KEYS if not key.startswith(("preset", "model."))]
+    process = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "finetune.py", *kept, *data, *words, f"output={tmp_path / 'run'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    found = list(floating(last(tmp_path / "run")))
+    assert len(found) > 278
+    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    assert last(tmp_path / "run")["global_step"] == 2
+
+
+def floating(value):
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating(item)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
