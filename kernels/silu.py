@@ -27,7 +27,7 @@ logger = logging.getLogger("mlff.kernels")
 
 
 def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return silu(x) in the dtype of x; computed in float32 at least, rounded once.
+    """Return x / (1 + exp(-x)) in the dtype of x; computed in float32 at least, rounded once.
 
     Raises:
         ValueError: x is not floating.

@@ -4,9 +4,12 @@ The kernels only move memory. A tensor is seen as rows of channels that are next
 gaps at all are one long row. A program owns a block of rows and channels, and programs stand in one dimension. Offsets
 are 64-bit. Numbers are computed in float32 and rounded once, at the end.
 
-Loads of 16 bytes need data that start at multiples of 16 bytes, in every row. That is only known when a kernel runs, and
-so the kernel looks: each has a wide and a narrow branch, and one compilation serves every call.
+Loads of 16 bytes need data that start at multiples of 16 bytes, in every row. That is only known when a kernel runs,
+and so the kernel looks: each has a wide and a narrow branch, and one compilation serves every call.
 """
+
+# Annotations are for Triton, and a call of a kernel's part has results that only Triton knows.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def silu_forward(
     rows: tl.int64, width: tl.int64, x_row: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out = silu(x)."""
+    """Write silu(x)."""
     UNIT: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # numbers in 16 bytes
     if (odd_bytes(x) | odd_bytes(out) | ((x_row | width) % UNIT)) == 0:
         _forward(x, out, rows, width, x_row, ROWS, WIDTH, UNIT)
@@ -108,7 +111,7 @@ def silu_backward(
     rows: tl.int64, width: tl.int64, grad_row: tl.int64, x_row: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out = grad silu'(x)."""
+    """Write grad silu'(x)."""
     UNIT: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # numbers in 16 bytes
     if (odd_bytes(grad) | odd_bytes(x) | odd_bytes(out) | ((grad_row | x_row | width) % UNIT)) == 0:
         _backward(grad, x, out, rows, width, grad_row, x_row, ROWS, WIDTH, UNIT)
@@ -135,7 +138,7 @@ def silu_double_backward(
     rows: tl.int64, width: tl.int64, a_row: tl.int64, grad_row: tl.int64, x_row: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out_grad = a silu'(x), out_x = a grad silu''(x)."""
+    """Write a silu'(x) and a grad silu''(x)."""
     UNIT: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # numbers in 16 bytes
     odd = odd_bytes(a) | odd_bytes(grad) | odd_bytes(x) | odd_bytes(out_grad) | odd_bytes(out_x)
     if (odd | ((a_row | grad_row | x_row | width) % UNIT)) == 0:
@@ -192,8 +195,8 @@ def run_rows(kernel: Any, operands: Sequence[Tensor], results: Sequence[Tensor],
     shape, device = operands[-1].shape, operands[-1].device
     if device.type == "cpu" and isinstance(kernel, triton.JITFunction):
         raise RuntimeError(
-            "Triton kernels run on a GPU, or on a CPU if TRITON_INTERPRET=1 is set before Python starts; got tensors on "
-            "a CPU. Call the functions of mlff.kernels.silu and mlff.kernels.swiglu instead: there they are plain PyTorch."
+            "Triton kernels run on a GPU, or on a CPU if TRITON_INTERPRET=1 is set before Python starts; got tensors "
+            "on a CPU. Call the functions of mlff.kernels.silu and mlff.kernels.swiglu: there they are plain PyTorch."
         )
     if 0 in shape:
         return True
@@ -212,8 +215,8 @@ def run_rows(kernel: Any, operands: Sequence[Tensor], results: Sequence[Tensor],
     if launch is None:
         warn_reference(kernel, {}, operands[-1].dtype, device)
         return False
-    block = dict(launch.blocks)
-    programs = -(-rows // block["ROWS"]) * -(-width // block["WIDTH"])
+    tall, wide = (int(size) for _, size in launch.blocks)
+    programs = -(-rows // tall) * -(-width // wide)
     run(kernel, (programs,), [*tensors, *numbers], {}, launch, device)
     return True
 
@@ -247,7 +250,7 @@ def launches(width: int | None) -> tuple[Launch, ...]:
         block = 1024
     elif isinstance(width, int):
         divisor = width & -width  # the largest power of two in it
-        block = min(divisor if divisor >= 32 else triton.next_power_of_2(width), 128)
+        block = min(divisor if divisor >= 32 else 1 << (width - 1).bit_length(), 128)
     return tuple(_launch(size // block, block, warps) for size, warps in ((1024, 4), (1024, 8)))
 
 

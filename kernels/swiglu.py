@@ -152,11 +152,13 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_packed(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _packed_backward(grad, *ctx.saved_tensors, ctx.gate_first), None, None
+    (x,) = ctx.saved_tensors
+    return _packed_backward(grad, x, ctx.gate_first), None, None
 
 
 def _differentiate_packed_twice(ctx: Any, grad_grad: Tensor) -> tuple[Any, ...]:
-    return (*_packed_double_backward(grad_grad, *ctx.saved_tensors, ctx.gate_first), None)
+    grad, x = ctx.saved_tensors
+    return (*_packed_double_backward(grad_grad, grad, x, ctx.gate_first), None)
 
 
 _packed_forward.register_autograd(_differentiate_packed, setup_context=_save_packed)

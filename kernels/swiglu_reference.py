@@ -60,8 +60,9 @@ def packed_backward(grad: Values, x: Values, gate_first: bool) -> Tensor:
 
 def packed_double_backward(grad_grad: Values, grad: Values, x: Values, gate_first: bool) -> tuple[Tensor, Tensor]:
     """Return the gradients of grad and x, given that of the result of `packed_backward`."""
-    of_grad, *both = double_backward(*halves(grad_grad, gate_first), grad, *halves(x, gate_first))
-    return of_grad, joined(*both, gate_first)
+    a, b = halves(grad_grad, gate_first)
+    of_grad, *both = double_backward(a, b, grad, *halves(x, gate_first))
+    return of_grad, joined(both[0], both[1], gate_first)
 
 
 def halves(x: Values, gate_first: bool) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,11 @@
-"""SwiGLU in Triton: forward, backward and second backward of gate and up, and the same three of both packed in one tensor.
+"""SwiGLU in Triton: forward, backward and second backward of two tensors, and of one that packs both.
 
 The formulas are those of swiglu_reference.py; rows, launches and wide loads are those of silu_triton.py. Packed kernels
 are the others with pointers into one tensor.
 """
+
+# Annotations are for Triton, and a call of a kernel's part has results that only Triton knows.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def swiglu_forward(
     rows: tl.int64, width: tl.int64, gate_row: tl.int64, up_row: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate) up."""
+    """Write silu(gate) up."""
     _wide_forward(gate, up, out, rows, width, gate_row, up_row, ROWS, WIDTH)
 
 
@@ -89,7 +92,7 @@ def swiglu_backward(
     rows: tl.int64, width: tl.int64, grad_row: tl.int64, gate_row: tl.int64, up_row: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out_gate = grad up silu'(gate), out_up = grad silu(gate)."""
+    """Write grad up silu'(gate) and grad silu(gate)."""
     _wide_backward(grad, gate, up, out_gate, out_up, rows, width, grad_row, gate_row, up_row, width, ROWS, WIDTH)
 
 
@@ -142,7 +145,7 @@ def swiglu_double_backward(
     rows: tl.int64, width: tl.int64, a_row: tl.int64, b_row: tl.int64, grad_row: tl.int64, gate_row: tl.int64,
     up_row: tl.int64, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of grad, gate and up of a · grad_gate + b · grad_up."""
+    """Write the gradients of grad, gate and up of a · grad_gate + b · grad_up."""
     _wide_double_backward(a, b, grad, gate, up, out_grad, out_gate, out_up, rows, width, a_row, b_row, grad_row,
                           gate_row, up_row, width, ROWS, WIDTH)  # fmt: skip
 
