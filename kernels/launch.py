@@ -18,11 +18,14 @@ specialise the kernel: see `specialise`. Constants, and only they, are written i
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,6 +246,7 @@ def _first(
     candidates: Iterable[Launch],
     compile_: _Compile,
 ) -> Fit | None:
+    _find_cache()
     for launch in candidates:
         try:
             return Fit(launch, compile_(kernel, arguments, constants, launch))
@@ -252,6 +256,27 @@ def _first(
             error.add_note(f"while compiling the kernel {_name(kernel)} with {launch}")
             raise
     return None
+
+
+@functools.cache
+def _find_cache() -> None:
+    """Give Triton a temporary folder for this process where its own cannot be written, which it takes for an error."""
+    folder = triton.knobs.cache.dir
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        _temporary.append(tempfile.TemporaryDirectory(prefix="mlff-kernels-"))
+        triton.knobs.cache.dir = _temporary[0].name
+        logger.warning(
+            "Triton's cache %s cannot be written (%s): kernels are compiled anew in each process. "
+            "Set TRITON_CACHE_DIR to a folder that can be written.",
+            folder,
+            error.strerror,
+        )
+
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
 def _on_device(device: torch.device) -> _Compile:

@@ -573,6 +573,50 @@ def test_r_k14_export_on_a_cpu_holds_the_reference() -> None:
     assert error([program.module()(gate, up)], [eager(gate, up)]) < 1e-6
 
 
+def test_compilers_see_kernels_and_copy_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there: all nine kernels are in the graph, and what they write is their results alone.
+
+    A kernel that a compiler cannot read counts as one that writes to all its arguments, which are then copied.
+    """
+    pytest.importorskip("triton")
+    import triton
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from triton.backends.compiler import GPUTarget
+
+    from mlff.kernels import launch, silu_triton
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(silu_triton, "choose", lambda kernel, arguments, constants, candidates, device: candidates[0])
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
+    ops = torch.ops.mlff
+
+    def everything(x: Tensor, y: Tensor) -> list[Tensor]:
+        gate, up = x.chunk(2, -1)
+        out, one, both = swiglu(gate, up), ops.swiglu_backward(y, gate, up), swiglu_packed(x, "gate_up")
+        two = ops.swiglu_packed_backward(y, x, True)
+        return [
+            *(out, both, silu(y), *one, two, ops.silu_backward(y, y)),
+            *ops.swiglu_double_backward(*one, y, gate, up),
+            *ops.swiglu_packed_double_backward(two, y, x, True),
+            *ops.silu_double_backward(y, y, y),
+        ]
+
+    with FakeTensorMode(), torch.no_grad():
+        inputs = torch.empty(37, 64, device="cuda"), torch.empty(37, 32, device="cuda")
+        graph = make_fx(dispatch_functionalize(everything))(*inputs).graph
+    calls = [node for node in graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    written = [set(node.kwargs["tensors_to_clone"]) for node in calls]
+    given = [{name for name in node.kwargs["kwargs"] if name.startswith("out")} for node in calls]
+    assert len(calls) == 9
+    assert written == given
+
+
 # Autocast.
 
 
@@ -679,6 +723,28 @@ def test_r_k12_importing_writes_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **places}, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("place", ["HOME", "TRITON_CACHE_DIR"])
+def test_r_k12_no_cache_folder(place: str) -> None:
+    """A kernel compiles in a temporary folder, which is said once and is gone afterwards."""
+    pytest.importorskip("triton")
+    program = """
+import os, torch, triton
+from mlff.kernels import silu_triton
+from mlff.kernels.launch import fit_offline
+for kernel, operands in zip(silu_triton.KERNELS[:2], (2, 3)):
+    arguments = [torch.float32] * operands + [int] * (operands + 1)
+    assert fit_offline(kernel, arguments, {}, silu_triton.launches(None), 90) is not None
+print(triton.knobs.cache.dir)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+    environment[place] = os.devnull + "/folder"  # nobody can make it, not even root
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be written") == 1
+    assert "Set TRITON_CACHE_DIR to a folder" in done.stderr
+    assert not Path(done.stdout.strip()).exists()
 
 
 # The launcher and the device.
@@ -994,8 +1060,8 @@ def test_gpu_b8_more_than_2_to_31_elements() -> None:
     hold([found], lambda g, x: [swiglu_reference.packed_backward(g, x, False)], (grad, both))
 
 
-# Two GPUs. What is expected is computed while the inputs' device is current, what is found while another one is. Where a
-# driver lets one GPU read another's memory, a launch on the wrong one can give the right numbers; so launches are
+# Two GPUs. What is expected is computed while the inputs' device is current, what is found while another one is. Where
+# a driver lets one GPU read another's memory, a launch on the wrong one can give the right numbers; so launches are
 # recorded, too.
 
 
