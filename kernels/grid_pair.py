@@ -4,8 +4,8 @@ Energies need the forward pass, forces the first derivative, a loss on forces th
 derivative of the one before. The product is trilinear in left, right and the incoming gradient, so that the third
 derivative would be one more of the same; nothing needs it, and it is refused.
 
-On CUDA devices in float32 and bfloat16 the operators are Triton kernels, which a compiler sees through; elsewhere, and
-where no launch fits the device, they are the reference.
+On CUDA devices in float32 and bfloat16 the operators are Triton kernels; elsewhere, and where no launch fits the
+device, they are the reference. Compilers see through the operators to the kernels; exports hold the operators.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ def grid_pair(
         left, right = (x if x.dtype == torch.float64 else x.to(dtype) for x in (left, right))
     if left.dtype != right.dtype or not left.is_floating_point():
         raise ValueError(f"left and right must have one floating dtype; got {left.dtype} and {right.dtype}")
-    with torch.autocast(left.device.type, enabled=False):
-        to_grid, from_grid = to_grid.to(left.dtype), from_grid.to(left.dtype)
-        matrix = None if factors is None else factors.matrix_for(left.dtype)
-        if factors is None or matrix is None:
-            return _forward(left, right, to_grid, from_grid, None, None, None, n_frames)
-        return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale.float(), n_frames)
+    to_grid, from_grid = to_grid.to(left.dtype), from_grid.to(left.dtype)
+    matrix = None if factors is None else factors.matrix_for(left.dtype)
+    if factors is None or matrix is None:
+        return _forward(left, right, to_grid, from_grid, None, None, None, n_frames)
+    return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale.float(), n_frames)
 
 
 @triton_op("mlff::grid_pair", mutates_args=())

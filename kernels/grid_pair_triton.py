@@ -578,13 +578,14 @@ def run_product(
         n_frames: K.
     """
     nodes, _, focus, width = operands[0].shape
+    focus, width = int(focus), int(width)  # while a graph is traced, only the number of nodes is left open
     dtype, device = operands[0].dtype, operands[0].device
     small = None
     if factors is not None:
         points, columns = factors[0].shape
-        small = (points, columns // 2 if dtype == torch.float32 else columns, factors[1].shape[0])
+        small = (int(points), int(columns) // (2 if dtype == torch.float32 else 1), int(factors[1].shape[0]))
     channels = width // n_frames
-    geometry = Geometry.of(dtype, focus, channels, n_frames, tuple(projectors[0].shape), small)
+    geometry = Geometry.of(dtype, focus, channels, n_frames, [int(size) for size in projectors[0].shape], small)
     kernel, constants = geometry.kernel(order), dict(geometry.constants)
     launch = choose(kernel, geometry.arguments(order), constants, geometry.candidates(), device)
     if launch is None:

@@ -141,10 +141,11 @@ def fit_offline(
     constants: Mapping[str, Any],
     candidates: Iterable[Launch],
     capability: int,
+    limit: int | None = None,
 ) -> Fit | None:
     """Return what `choose` would on a CUDA device of a compute capability (90 = 9.0), which need not be there.
 
-    The compiler is the same; the limit of shared memory comes from `SHARED_MEMORY`.
+    The compiler is the same; the limit of shared memory in bytes comes from `SHARED_MEMORY` unless given.
 
     Raises:
         ValueError: the capability is not in that table.
@@ -152,8 +153,9 @@ def fit_offline(
     if capability not in SHARED_MEMORY:
         known = ", ".join(f"sm_{number}" for number in SHARED_MEMORY)
         raise ValueError(f"the limits of sm_{capability} are not known here; known are {known}.")
-    compile_ = _for_capability(capability, SHARED_MEMORY[capability])
-    return _fit(("capability", capability), kernel, arguments, constants, candidates, compile_)
+    limit = SHARED_MEMORY[capability] if limit is None else limit
+    compile_ = _for_capability(capability, limit)
+    return _fit(("capability", capability, limit), kernel, arguments, constants, candidates, compile_)
 
 
 def run(
@@ -246,7 +248,7 @@ def _first(
     candidates: Iterable[Launch],
     compile_: _Compile,
 ) -> Fit | None:
-    _find_cache()
+    _find_cache_folder()
     for launch in candidates:
         try:
             return Fit(launch, compile_(kernel, arguments, constants, launch))
@@ -259,24 +261,16 @@ def _first(
 
 
 @functools.cache
-def _find_cache() -> None:
-    """Give Triton a temporary folder for this process where its own cannot be written, which it takes for an error."""
-    folder = triton.knobs.cache.dir
+def _find_cache_folder() -> None:
+    """Let Triton keep compiled kernels in a temporary folder where its own cannot be written to."""
+    folder = Path(triton.knobs.cache.dir)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        _temporary.append(tempfile.TemporaryDirectory(prefix="mlff-kernels-"))
-        triton.knobs.cache.dir = _temporary[0].name
-        logger.warning(
-            "Triton's cache %s cannot be written (%s): kernels are compiled anew in each process. "
-            "Set TRITON_CACHE_DIR to a folder that can be written.",
-            folder,
-            error.strerror,
-        )
-
-
-_temporary: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        triton.knobs.cache.dir = tempfile.mkdtemp(prefix="triton-")
+        logger.warning("%s cannot be written to; compiled kernels go to %s.", folder, triton.knobs.cache.dir)
 
 
 def _on_device(device: torch.device) -> _Compile:

@@ -404,9 +404,8 @@ def test_mistakes_are_one_sentence_and_leave_nothing(name, files, tmp_path, caps
 
 def test_mistakes_of_the_command_line(capsys):
     assert run("fintune") == 2
-    assert (
-        "there is no command 'fintune'; the commands are finetune, train, evaluate, presets." in capsys.readouterr().err
-    )
+    words = "there is no command 'fintune'; the commands are finetune, train, evaluate, presets, launches."
+    assert words in capsys.readouterr().err
     assert run() == 2
     assert run("presets", "x=1") == 2
     assert run("evaluate") == 2

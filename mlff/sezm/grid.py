@@ -52,8 +52,12 @@ class Grid(Tables):
 
     def forward(self, left: Float[Tensor, "N R F KC"], right: Float[Tensor, "N R F KC"]) -> Float[Tensor, "N R F KC"]:
         """Return the projection of the pointwise product."""
-        factors = Factors(**{name: self.get_buffer(name) for name in FACTOR_NAMES}) if self.factored else None
-        return grid_pair(left, right, self.get_buffer("to_grid"), self.get_buffer("from_grid"), self.frames, factors)
+        to_grid, from_grid = self.get_buffer("to_grid"), self.get_buffer("from_grid")
+        return grid_pair(left, right, to_grid, from_grid, self.frames, self.factors())
+
+    def factors(self) -> Factors | None:
+        """Return the smaller form of the projectors that GPUs use, if there is one."""
+        return Factors(**{name: self.get_buffer(name) for name in FACTOR_NAMES}) if self.factored else None
 
 
 def sphere_grid(degree: int, order: int | None = None, lebedev: bool = True, isotropic: bool = True) -> Grid:

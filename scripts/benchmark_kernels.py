@@ -1,0 +1,152 @@
+"""Time the fused kernels on this machine's GPU against plain PyTorch, eager and compiled.
+
+    python scripts/benchmark_kernels.py workers=8           # a table in Markdown; minutes, most of them compiling
+    python scripts/benchmark_kernels.py nodes=300 dtypes=fp32 compiled=0
+
+Grid-pair product, three orders: (a) the composition of matrix products, eager; (b) the same compiled by Inductor;
+(c) a dense tile walk: the same kernel routine with the large projectors; (d) the operator as the model calls it. Times
+are medians after warm-up, by CUDA events, for one call; the last column but one is time over the memory floor: each
+operand read and each result written once at the speed of a copy, which is measured first. Compiling is left to
+`workers` processes at first, so that what is measured finds everything in the compilers' caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mlff.kernels import grid_pair_reference as reference
+from mlff.kernels.grid_pair_triton import OPERANDS, run_product
+from mlff.sezm.grid import Grid, rotation_grid
+
+SHAPES = ((3, 3, 2, 32), (3, 3, 1, 64), (4, 3, 1, 64), (5, 3, 2, 64), (6, 3, 2, 96))  # degree, K, F, C
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ORDERS = ("forward", "backward", "second backward")
+DEFINITIONS = (reference.forward, reference.backward, reference.double_backward)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    given = dict(word.partition("=")[::2] for word in arguments)
+    unknown = set(given) - {"nodes", "dtypes", "compiled", "workers"}
+    if unknown:
+        print(
+            f"benchmark_kernels: keys are nodes, dtypes, compiled, workers; got {', '.join(unknown)}.", file=sys.stderr
+        )
+        return 2
+    if not torch.cuda.is_available():
+        print("benchmark_kernels: needs a CUDA device; this machine shows none.", file=sys.stderr)
+        return 2
+    counts = [int(number) for number in given.get("nodes", "300,20000").split(",")]
+    compiled = given.get("compiled", "1") == "1"
+    cases = list(itertools.product(SHAPES, given.get("dtypes", "fp32,bf16").split(","), range(3), [compiled]))
+    if int(given.get("workers", 0)) > 0:
+        with multiprocessing.get_context("spawn").Pool(int(given["workers"])) as pool:
+            pool.map(prepare, cases, chunksize=1)
+    speed = copy_speed()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {speed / 1e12:.2f} TB/s\n")
+    titles = "degree, K, F, C | operands | order | N | (a) eager, µs | (b) Inductor | (c) dense walk | (d) ours"
+    print(f"| {titles} | a/d | b/d | c/d | d / floor | error |\n{'|---' * 13}|")
+    for case in cases:
+        for line in rows(case, counts, speed):
+            print(line, flush=True)
+    return 0
+
+
+Case = tuple[tuple[int, int, int, int], str, int, bool]  # shape, dtype, order, whether to compile (b)
+
+
+def ways(case: Case, grid: Grid) -> list[Callable[..., object] | None]:
+    """Return (a) to (d) as functions of the operands; None for what is not to be measured."""
+    (_, frames, _, _), dtype_name, order, compiled = case
+    dtype, definition = DTYPES[dtype_name], DEFINITIONS[order]
+    to_grid, from_grid = (grid.get_buffer(name).to(dtype) for name in ("to_grid", "from_grid"))
+    factors = factors_of(grid, dtype)
+
+    def eager(*operands: Tensor) -> object:
+        return definition(*operands, to_grid, from_grid, frames)
+
+    return [
+        eager,
+        torch.compile(eager, dynamic=True) if compiled else None,
+        lambda *operands: run_product(order, operands, (to_grid, from_grid), None, frames),
+        lambda *operands: run_product(order, operands, (to_grid, from_grid), factors, frames),
+    ]
+
+
+def operands_of(case: Case, nodes: int) -> list[Tensor]:
+    """Return random operands of a case."""
+    (degree, frames, focus, channels), dtype_name, order, _ = case
+    shape = (nodes, (degree + 1) ** 2, focus, frames * channels)
+    return [torch.randn(shape, device="cuda", dtype=DTYPES[dtype_name]) for _ in range(OPERANDS[order])]
+
+
+def prepare(case: Case) -> None:
+    """Compile what a case needs, in a process of its own."""
+    grid = rotation_grid(case[0][0], 1).to("cuda")
+    for way in ways(case, grid):
+        if way is not None:
+            way(*operands_of(case, 300))
+
+
+def rows(case: Case, counts: Sequence[int], speed: float) -> Iterator[str]:
+    """Yield the times of one operator at several sizes."""
+    (degree, frames, focus, channels), dtype_name, order, _ = case
+    grid = rotation_grid(degree, 1).to("cuda")
+    torch._dynamo.reset()
+    chosen = ways(case, grid)
+    for nodes in counts:
+        operands = operands_of(case, nodes)
+        times = [float("nan") if way is None else measure(functools.partial(way, *operands)) for way in chosen]
+        few = [x[:16] for x in operands]
+        found: tuple[Tensor, ...] = chosen[3](*few)  # type: ignore[misc, assignment]
+        exact_grid = rotation_grid(degree, 1).to("cuda", torch.float64)
+        projectors = [exact_grid.get_buffer(name) for name in ("to_grid", "from_grid")]
+        exact = DEFINITIONS[order](*[x.double() for x in few], *projectors, frames)
+        exact = exact if isinstance(exact, tuple) else (exact,)
+        error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+        floor = (OPERANDS[order] + order + 1) * operands[0].numel() * operands[0].element_size() / speed
+        ratios = [time / times[-1] for time in times[:3]] + [times[-1] / floor]
+        cells = [*(f"{time * 1e6:.0f}" for time in times), *(f"{ratio:.1f}" for ratio in ratios), f"{error:.0e}"]
+        title = f"{degree}, {frames}, {focus}, {channels} | {dtype_name} | {ORDERS[order]} | {nodes}"
+        yield f"| {title} | {' | '.join(cells)} |"
+
+
+def factors_of(grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the small projectors as `run_product` takes them."""
+    factors = grid.factors()
+    assert factors is not None
+    matrix = factors.matrix_for(dtype)
+    assert matrix is not None
+    return matrix, factors.slots, factors.scale.float()
+
+
+def copy_speed() -> float:
+    """Return bytes a second, read and written, of a large copy."""
+    source = torch.empty(2**29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / measure(lambda: target.copy_(source))
+
+
+def measure(call: Callable[[], object], repeats: int = 9) -> float:
+    """Return the median seconds of a call, after three."""
+    for _ in range(3):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for event in events[:-1]:
+        event.record()
+        call()
+    events[-1].record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return times[repeats // 2] / 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

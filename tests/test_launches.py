@@ -1,0 +1,77 @@
+"""Launches on GPUs that are not there: for every kernel a tile that fits, and the words of `mlff launches`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlff import presets
+from mlff.cli import main
+
+pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
+
+from mlff.kernels.grid_pair_triton import Geometry
+from mlff.kernels.launch import SHARED_MEMORY, fit_offline
+from mlff.launches import grid_shapes, read_capabilities, read_presets
+
+PRO = {"focus": 2, "channels": 64, "n_frames": 3, "projector": (344, 108), "factors": (43, 320, 192)}
+MAX = {"focus": 2, "channels": 96, "n_frames": 3, "projector": (584, 147), "factors": (73, 320, 192)}
+SPHERE = {"focus": 1, "channels": 352, "n_frames": 1, "projector": (146, 49), "factors": None}  # of preset ultra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [PRO, MAX, SPHERE], ids=["pro", "max", "ultra"])
+def test_every_order_has_a_tile_that_fits(shape: dict, dtype: torch.dtype, capability: int) -> None:
+    """A part of the table in docs/launches.md, on a large and a small architecture."""
+    geometry = Geometry.of(dtype, **shape)
+    for order in range(3):
+        fit = fit_offline(
+            geometry.kernel(order),
+            geometry.arguments(order),
+            dict(geometry.constants),
+            geometry.candidates(),
+            capability,
+        )
+        assert fit is not None
+        assert 0 < fit.shared <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.parametrize(("preset", "known"), [("pro", PRO), ("mini", None)])
+def test_shapes_are_those_the_model_calls_its_grids_with(preset: str, known: dict | None) -> None:
+    shapes = grid_shapes(preset)
+    assert known is None or known in shapes
+    for shape in shapes:
+        assert shape["factors"] is not None, "grids on the rotation group have small projectors"
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launches", "preset=nano", "arch=sm_90"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| presets | kernel | geometry | order | operands | arch | launch | shared memory, B |")
+    assert len(lines) == 2 + 3 * 2 * len(grid_shapes("nano"))
+    for text in lines[2:]:
+        cells = [cell.strip() for cell in text.strip("|").split("|")]
+        assert cells[0] == "nano" and cells[5] == "sm_90"
+        assert "columns=" in cells[6] and int(cells[7]) <= int(cells[8]) == SHARED_MEMORY[90]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["arch=sm_9"], "arch must be of sm_80, sm_86"),
+        (["arch=sm_9"], "Did you mean sm_90?"),
+        (["preset=nanno"], "there is no preset 'nanno'"),
+        (["prest=nano"], "takes preset=NAME,… and arch=sm_80,…; got 'prest'"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launches", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_defaults() -> None:
+    assert read_capabilities("") == [80, 86, 89, 90, 100, 120]
+    assert read_capabilities("sm_80, sm_120") == [80, 120]
+    assert read_presets("") == list(presets.names())
