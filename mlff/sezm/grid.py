@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from mlff.kernels.grid_pair import grid_pair
 from mlff.kernels.grid_pair_factors import Factors, factorise
+from mlff.kernels.swiglu import swiglu_packed
 from mlff.sezm.harmonics import WignerRows, edge_frames, packed_degrees, reduced_layout, spherical_harmonics
 from mlff.sezm.lebedev import lebedev_rule
 from mlff.sezm.linear import DegreeLinear, FocusLinear, routed, uniform
@@ -163,7 +164,7 @@ class GridNet(nn.Module):
         product = self._product(left, right, scalars).unflatten(-1, (frames, channels))
         product = product * torch.sigmoid(self.scalar_gate(scalars))[:, None, :, None, :]
         product = product.flatten(-2)
-        scalar_branch = functional.silu(left_scalars) * right_scalars
+        scalar_branch = swiglu_packed(scalars, "gate_up")
         if frames > 1:
             scalar_branch = functional.pad(scalar_branch, (0, (frames - 1) * channels))
         out = torch.cat((product[:, :1] + scalar_branch.unsqueeze(1), product[:, 1:]), 1)

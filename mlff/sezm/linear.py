@@ -16,11 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mlff.kernels.silu import silu
+from mlff.kernels.swiglu import swiglu, swiglu_packed
 from mlff.sezm.harmonics import packed_degrees
 from mlff.sezm.tables import Tables
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
+    "silu": silu,
     "tanh": torch.tanh,
     "relu": functional.relu,
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -28,6 +30,19 @@ ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": functional.softplus,
     "linear": lambda x: x,
 }
+
+
+def gated(gate: Float[Tensor, "*n C"], up: Float[Tensor, "*n C"], activation: str) -> Float[Tensor, "*n C"]:
+    """Return act(gate) · up."""
+    return swiglu(gate, up) if activation == "silu" else ACTIVATION[activation](gate) * up
+
+
+def gated_halves(x: Float[Tensor, "*n C2"], order: str, activation: str) -> Float[Tensor, "*n C"]:
+    """Return act(gate) · up of the halves of the last axis, in the order "gate_up" or "up_gate"."""
+    if activation == "silu":
+        return swiglu_packed(x, order)
+    one, other = x.chunk(2, -1)
+    return gated(one, other, activation) if order == "gate_up" else gated(other, one, activation)
 
 
 def routed(values: Tensor, route: str) -> nn.Parameter:
@@ -151,9 +166,11 @@ class GatedActivation(Tables):
         self, x: Float[Tensor, "N R F C"], gate_input: Float[Tensor, "N F C"] | None = None
     ) -> Float[Tensor, "N R F C"]:
         """Return the activated rows. With `gate_input` (a GLU) the scalars are x_0 act(gate_input) instead."""
-        act = ACTIVATION[self.activation]
         scalars = x[:, 0]
-        first = act(scalars) if gate_input is None else scalars * act(gate_input)
+        if gate_input is None:
+            first = ACTIVATION[self.activation](scalars)
+        else:
+            first = gated(gate_input, scalars, self.activation)
         if self.gate_linear is None:
             return first.unsqueeze(1)
         gates = torch.sigmoid(self.gate_linear(scalars if gate_input is None else gate_input))

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mlff.sezm.feedforward import FeedForward
-from mlff.sezm.linear import ACTIVATION, Dense, normal, routed
+from mlff.sezm.linear import ACTIVATION, Dense, gated_halves, normal, routed
 from mlff.sezm.options import Options, automatic_width
 
 
@@ -89,10 +89,8 @@ class EnergyHead(nn.Module):
         if self.film is None and len(case):
             parts.append(case.expand(len(x), -1))
         x = torch.cat(parts, -1) if len(parts) > 1 else x
-        act = ACTIVATION[self.activation]
         for k, layer in enumerate(self.hidden):
-            values, gates = layer(x).chunk(2, -1)
-            x = values * act(gates)
+            x = gated_halves(layer(x), "up_gate", self.activation)
             if self.film is not None:
                 x = self.film(k + 1, x, case)
         return self.out(x).squeeze(-1)

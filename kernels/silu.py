@@ -1,0 +1,109 @@
+"""SiLU, x / (1 + exp(-x)), with exact first and second derivatives.
+
+Energies need the forward pass, forces the first derivative, and a loss on forces the second: three operators, each the
+derivative of the one before. A third derivative is refused rather than approximated.
+
+On CUDA devices in float16, bfloat16 and float32 the operators are Triton kernels, which a compiler sees through;
+elsewhere they are the reference. On a CPU the functions are that reference as it is, differentiated by PyTorch as often
+as one likes: a call of an operator of ours takes longer there than a small tensor does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.library import triton_op
+
+from mlff.kernels import silu_reference as reference
+
+logger = logging.getLogger("mlff.kernels")
+
+
+def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return x / (1 + exp(-x)) in the dtype of x; computed in float32 at least, rounded once.
+
+    Raises:
+        ValueError: x is not floating.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"silu takes floating numbers; got {x.dtype}. Convert them first: x.to(torch.float32).")
+    return reference.forward(x) if plain_on(x.device.type) else _forward(x)
+
+
+@triton_op("mlff::silu", mutates_args=())
+def _forward(x: Tensor) -> Tensor:
+    return _version(x).forward(x)
+
+
+@triton_op("mlff::silu_backward", mutates_args=())
+def _backward(grad: Tensor, x: Tensor) -> Tensor:
+    return _version(x).backward(grad, x)
+
+
+@triton_op("mlff::silu_double_backward", mutates_args=())
+def _double_backward(grad_grad: Tensor, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return _version(x).double_backward(grad_grad, grad, x)
+
+
+def _version(x: Tensor) -> ModuleType:
+    """The reference or its Triton version, whichever takes a tensor like x."""
+    return triton_version("silu", x.device.type, x.dtype) or reference
+
+
+@functools.cache
+def plain_on(device: str) -> bool:
+    """Whether a function on a type of device is its reference, without an operator around it."""
+    return device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@functools.cache
+def triton_version(family: str, device: str, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module of Triton kernels of "silu" or "swiglu" where tensors of a device and dtype go there.
+
+    That is on CUDA, and on any device in Triton's interpreter, there float32 only. Where Triton is not installed, that
+    is said once, and the reference is taken.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if dtype not in ((torch.float32,) if interpreted else (torch.float16, torch.bfloat16, torch.float32)):
+        return None
+    if device != "cuda" and not interpreted:
+        return None
+    try:
+        if family == "silu":
+            from mlff.kernels import silu_triton as module
+        else:
+            from mlff.kernels import swiglu_triton as module
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        logger.warning("%s: Triton is not installed, so plain PyTorch takes over, slower. pip install triton", family)
+        return None
+    return module
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    return _backward(grad, *ctx.saved_tensors)
+
+
+def _differentiate_twice(ctx: Any, grad_grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _double_backward(grad_grad, *ctx.saved_tensors)
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    raise RuntimeError("silu has first and second derivatives; a third one was asked for, which is not there.")
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_differentiate_twice, setup_context=_save)
+_double_backward.register_autograd(_refuse, setup_context=_save)
