@@ -67,7 +67,8 @@ def grid_pair(
         left, right = (x if x.dtype == torch.float64 else x.to(dtype) for x in (left, right))
     if left.dtype != right.dtype or not left.is_floating_point():
         raise ValueError(f"left and right must have one floating dtype; got {left.dtype} and {right.dtype}")
-    to_grid, from_grid = to_grid.to(left.dtype), from_grid.to(left.dtype)
+    large = None if factors is None else factors.large_for(left.dtype)
+    to_grid, from_grid = large or (to_grid.to(left.dtype), from_grid.to(left.dtype))
     matrix = None if factors is None else factors.matrix_for(left.dtype)
     if factors is None or matrix is None:
         return _forward(left, right, to_grid, from_grid, None, None, None, n_frames)
@@ -86,7 +87,9 @@ def _forward(
     n_frames: int,
 ) -> Tensor:
     results = _fast(0, (left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
-    return reference.forward(left, right, to_grid, from_grid, n_frames) if results is None else results[0]
+    if results is None:
+        return reference.forward(left, right, *_cut(to_grid, from_grid, left, n_frames), n_frames)
+    return results[0]
 
 
 @triton_op("mlff::grid_pair_backward", mutates_args=())
@@ -103,7 +106,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     results = _fast(1, (grad, left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
     if results is None:
-        return reference.backward(grad, left, right, to_grid, from_grid, n_frames)
+        return reference.backward(grad, left, right, *_cut(to_grid, from_grid, left, n_frames), n_frames)
     return results[0], results[1]
 
 
@@ -124,8 +127,14 @@ def _double_backward(
     operands = (grad_grad_left, grad_grad_right, grad, left, right)
     results = _fast(2, operands, to_grid, from_grid, matrix, slots, scale, n_frames)
     if results is None:
-        return reference.double_backward(*operands, to_grid, from_grid, n_frames)
+        return reference.double_backward(*operands, *_cut(to_grid, from_grid, left, n_frames), n_frames)
     return results[0], results[1], results[2]
+
+
+def _cut(to_grid: Tensor, from_grid: Tensor, operand: Tensor, n_frames: int) -> tuple[Tensor, Tensor]:
+    """Projectors without the columns of padding that those for the kernels have."""
+    slots = operand.shape[1] * n_frames
+    return to_grid[:, :slots], from_grid[:, :slots]
 
 
 def _fast(

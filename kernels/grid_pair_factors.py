@@ -31,6 +31,10 @@ from torch import Tensor
 
 # Agreement of the small projectors with the large ones, relative to the largest entry; found: 1e-14.
 TOLERANCE = 1e-10
+# In bfloat16 up to this degree, large projectors are faster than small ones: their tiles are whole ones of the tensor
+# cores, of which bfloat16 has enough. Measured on an H200 by scripts/benchmark_kernels.py: by 1.3 to 2 at degree 3 and
+# 1.5 at degree 5; at degree 6 small ones are twice as fast.
+LAST_DEGREE_OF_LARGE = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Factors:
         rounded: (points, 2 n + 4 w): the bits of the matrix in bfloat16.
         slots: (2 n + 2 w), int32: the slot (row · 3 + frame) of each column of data; padding is -1.
         scale: (2 n + 2 w), float32: the scale of each of these on the way back; padding is zero.
+        large: (2, G, V) or (2, 0, V): the bits of the large projectors in bfloat16, there and back, V a power of two;
+            none where the small ones are faster in bfloat16 too.
 
     Bits are held as int16, so that a module can keep them whatever dtype it is moved to.
     """
@@ -50,12 +56,22 @@ class Factors:
     rounded: Int[Tensor, "G W"]
     slots: Int[Tensor, "V"]
     scale: Float[Tensor, "V"]
+    large: Int[Tensor, "2 G V"]
 
     def matrix_for(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the matrix as the kernels take it with operands of a dtype; None for dtypes that they do not take."""
+        """Return the matrix as kernels take it with operands of a dtype; None where they take the large projectors."""
         if dtype == torch.float32:
             return self.halves.view(torch.float16)
-        return self.rounded.view(torch.bfloat16) if dtype == torch.bfloat16 else None
+        if dtype == torch.bfloat16 and not self.large.shape[1]:
+            return self.rounded.view(torch.bfloat16)
+        return None
+
+    def large_for(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return both large projectors as kernels take them with operands of a dtype, if they do and these are here."""
+        if dtype != torch.bfloat16 or not self.large.shape[1]:
+            return None
+        there, back = self.large.view(torch.bfloat16).unbind()
+        return there, back
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,13 @@ def factorise(
     high = small.matrix.to(torch.float16)
     low = ((small.matrix - high.double()) * 2048).to(torch.float16)
     halves, rounded = torch.cat((high, low), 1), small.matrix.to(torch.bfloat16)
-    return Factors(halves.view(torch.int16), rounded.view(torch.int16), small.slots.int(), small.scale.float())
+    large = torch.stack((to_grid, from_grid)).to(torch.bfloat16)
+    large = _wide(large, _padded(large.shape[-1]))
+    if row_degrees.max() > LAST_DEGREE_OF_LARGE:
+        large = large[:, :0]
+    bits = (x.view(torch.int16) for x in (halves, rounded, large))
+    halves, rounded, large = bits
+    return Factors(halves, rounded, small.slots.int(), small.scale.float(), large)
 
 
 def reduced(to_grid: Tensor, from_grid: Tensor, row_degrees: Tensor, rolls: int) -> Reduced | None:

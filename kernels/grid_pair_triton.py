@@ -573,19 +573,24 @@ def run_product(
         order: FORWARD, BACKWARD or DOUBLE_BACKWARD.
         operands: as the reference's function of that order takes them, (N, D, F, K C) each; any strides, but the last
             axis is copied unless it is contiguous.
-        projectors: to and from the grid, (G, P), in the operands' dtype.
+        projectors: to and from the grid, (G, P) or padded to (G, `padded_width(P)`), in the operands' dtype.
         factors: None, or the matrix of `Factors` as `Factors.matrix_for` gives it, its slots and its scale.
         n_frames: K.
     """
-    nodes, _, focus, width = operands[0].shape
-    focus, width = int(focus), int(width)  # while a graph is traced, only the number of nodes is left open
+    nodes, rows, focus, width = operands[0].shape
+    rows, focus, width = (
+        int(rows),
+        int(focus),
+        int(width),
+    )  # while a graph is traced, only the number of nodes is left open
     dtype, device = operands[0].dtype, operands[0].device
     small = None
     if factors is not None:
         points, columns = factors[0].shape
         small = (int(points), int(columns) // (2 if dtype == torch.float32 else 1), int(factors[1].shape[0]))
     channels = width // n_frames
-    geometry = Geometry.of(dtype, focus, channels, n_frames, [int(size) for size in projectors[0].shape], small)
+    large = (int(projectors[0].shape[0]), rows * n_frames)
+    geometry = Geometry.of(dtype, focus, channels, n_frames, large, small)
     kernel, constants = geometry.kernel(order), dict(geometry.constants)
     launch = choose(kernel, geometry.arguments(order), constants, geometry.candidates(), device)
     if launch is None:
@@ -594,8 +599,8 @@ def run_product(
     operands = [x if x.stride(-1) == 1 else x.contiguous() for x in operands]
     results = tuple(operands[0].new_empty(operands[0].shape) for _ in range(order + 1))
     if factors is None:
-        padding = (0, constants["WIDTH"] - constants["SLOTS"])
-        tables = tuple(torch.nn.functional.pad(x, padding) for x in projectors)
+        padding = constants["WIDTH"] - int(projectors[0].shape[1])
+        tables = tuple(torch.nn.functional.pad(x, (0, padding)) for x in projectors) if padding else projectors
     else:
         tables = factors
     columns = nodes * focus * channels

@@ -42,7 +42,7 @@ class Row:
 
 @torch.no_grad()
 def grid_shapes(preset: str) -> list[dict[str, Any]]:
-    """Return what a preset's grids are called with, each shape once: arguments of `Geometry.of` without the dtype.
+    """Return what a preset's grids are called with, each shape once: arguments of `geometry_of` without the dtype.
 
     They are read off a run of the model on two atoms, so that nothing here has to know how the model uses its grids.
     """
@@ -52,15 +52,16 @@ def grid_shapes(preset: str) -> list[dict[str, Any]]:
     def look(module: Grid, inputs: tuple[Tensor, ...]) -> None:
         focus, width = inputs[0].shape[2:]
         projector = tuple(module.get_buffer("to_grid").shape)
-        small = None
-        if module.factored:
-            small = (*module.get_buffer("rounded").shape, len(module.get_buffer("slots")))
+        small, factors = None, module.factors()
+        if factors is not None:
+            small = (*factors.rounded.shape, len(factors.slots))
         shape = {
             "focus": focus,
             "channels": width // module.frames,
             "n_frames": module.frames,
             "projector": projector,
             "factors": small,
+            "large": factors is not None and factors.large_for(torch.bfloat16) is not None,
         }
         found[tuple(shape.values())] = shape
 
@@ -88,6 +89,11 @@ def _pair() -> Graph:
     )
 
 
+def geometry_of(dtype: torch.dtype, large: bool, factors: Any, **shape: Any) -> Geometry:
+    """Return the geometry of a call; `large`: whether bfloat16 takes large projectors though there are small ones."""
+    return Geometry.of(dtype, factors=None if large and dtype == torch.bfloat16 else factors, **shape)
+
+
 def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each kernel × geometry × order × dtype × architecture; equal geometries of presets share one."""
     users: dict[tuple[Any, ...], list[str]] = {}
@@ -99,7 +105,7 @@ def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
             users.setdefault(key, []).append(name)
     for key, shape in shapes.items():
         for dtype_name, dtype in DTYPES.items():
-            geometry = Geometry.of(dtype, **shape)
+            geometry = geometry_of(dtype, **shape)
             for order, order_name in enumerate(ORDERS):
                 for capability in capabilities:
                     fit = fit_offline(

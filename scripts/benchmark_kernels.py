@@ -96,7 +96,7 @@ def ways(case: Case, grid: Grid) -> list[Callable[..., object] | None]:
     (_, frames, _, _), dtype_name, order, compiled = case
     dtype, definition = DTYPES[dtype_name], DEFINITIONS[order]
     to_grid, from_grid = (grid.get_buffer(name).to(dtype) for name in ("to_grid", "from_grid"))
-    factors = factors_of(grid, dtype)
+    large, factors = tables_of(grid, dtype)
 
     def eager(*operands: Tensor) -> object:
         return definition(*operands, to_grid, from_grid, frames)
@@ -105,7 +105,7 @@ def ways(case: Case, grid: Grid) -> list[Callable[..., object] | None]:
         eager,
         torch.compile(eager, dynamic=True) if compiled else None,
         lambda *operands: run_product(order, operands, (to_grid, from_grid), None, frames),
-        lambda *operands: run_product(order, operands, (to_grid, from_grid), factors, frames),
+        lambda *operands: run_product(order, operands, large, factors, frames),
     ]
 
 
@@ -147,13 +147,13 @@ def rows(case: Case, counts: Sequence[int], speed: float) -> Iterator[str]:
         yield f"| {title} | {' | '.join(cells)} |"
 
 
-def factors_of(grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the small projectors as `run_product` takes them."""
+def tables_of(grid: Grid, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    """Return what the model gives `run_product`: large projectors, and small ones where it takes these."""
     factors = grid.factors()
     assert factors is not None
     matrix = factors.matrix_for(dtype)
-    assert matrix is not None
-    return matrix, factors.slots, factors.scale.float()
+    large = factors.large_for(dtype) or (grid.get_buffer("to_grid").to(dtype), grid.get_buffer("from_grid").to(dtype))
+    return large, None if matrix is None else (matrix, factors.slots, factors.scale)
 
 
 def copy_speed() -> float:

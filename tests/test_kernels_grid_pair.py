@@ -238,6 +238,22 @@ def test_projectors_without_that_structure_are_left_alone() -> None:
     assert not sphere_grid(3).factored
 
 
+@pytest.mark.parametrize("degree", [3, 6])
+def test_bfloat16_takes_the_projectors_that_are_faster(degree: int) -> None:
+    """Large ones up to degree 5, rounded once and padded to a tile; on a CPU the padding is cut off again."""
+    grid = rotation_grid(degree, 1)
+    factors = grid.factors()
+    assert factors is not None
+    large, small = factors.large_for(torch.bfloat16), factors.matrix_for(torch.bfloat16)
+    assert (large is None) == (degree == 6) and (small is None) == (degree == 3)
+    assert factors.matrix_for(torch.float32) is not None and factors.large_for(torch.float32) is None
+    left, right = torch.randn(2, 5, len(grid.row_degrees), 1, 6).bfloat16()
+    tables = [grid.get_buffer(name).bfloat16() for name in ("to_grid", "from_grid")]
+    assert torch.equal(grid(left, right), grid_pair(left, right, *tables, 3))
+    if large is not None:
+        assert all(torch.equal(a[:, : b.shape[1]], b) for a, b in zip(large, tables, strict=True))
+
+
 # The kernels, in Triton's interpreter.
 
 # A column's error relative to its largest number. Each factor of a product is known to 22 bits (2.4e-7), three of them
