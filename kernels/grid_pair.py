@@ -5,7 +5,8 @@ derivative of the one before. The product is trilinear in left, right and the in
 derivative would be one more of the same; nothing needs it, and it is refused.
 
 On CUDA devices in float32 and bfloat16 the operators are Triton kernels; elsewhere, and where no launch fits the
-device, they are the reference. Compilers see through the operators to the kernels; exports hold the operators.
+device, they are the reference. Compilers see through the operators to the kernels; exports hold the operators. On a GPU
+that small operands would not keep busy, the function is the reference as it is (`host.py` says why).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.library import triton_op
 
 from mlff.kernels import grid_pair_reference as reference
 from mlff.kernels.grid_pair_factors import Factors
+from mlff.kernels.host import plain
 
 
 def grid_pair(
@@ -67,6 +69,9 @@ def grid_pair(
         left, right = (x if x.dtype == torch.float64 else x.to(dtype) for x in (left, right))
     if left.dtype != right.dtype or not left.is_floating_point():
         raise ValueError(f"left and right must have one floating dtype; got {left.dtype} and {right.dtype}")
+    nodes, _, focus, width = left.shape
+    if left.device.type == "cuda" and plain(left, nodes * focus * to_grid.shape[0] * (width // n_frames)):
+        return reference.forward(left, right, to_grid.to(left.dtype), from_grid.to(left.dtype), n_frames)
     large = None if factors is None else factors.large_for(left.dtype)
     to_grid, from_grid = large or (to_grid.to(left.dtype), from_grid.to(left.dtype))
     matrix = None if factors is None else factors.matrix_for(left.dtype)

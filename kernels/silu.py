@@ -4,8 +4,8 @@ Energies need the forward pass, forces the first derivative, and a loss on force
 derivative of the one before. A third derivative is refused rather than approximated.
 
 On CUDA devices in float16, bfloat16 and float32 the operators are Triton kernels, which a compiler sees through;
-elsewhere they are the reference. On a CPU the functions are that reference as it is, differentiated by PyTorch as often
-as one likes: a call of an operator of ours takes longer there than a small tensor does.
+elsewhere they are the reference. On a CPU, and for small tensors, the functions are that reference as it is (`host.py`
+says why), differentiated by PyTorch as often as one likes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from mlff.kernels import silu_reference as reference
+from mlff.kernels.host import plain
 
 logger = logging.getLogger("mlff.kernels")
 
@@ -34,7 +35,7 @@ def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """
     if not x.is_floating_point():
         raise ValueError(f"silu takes floating numbers; got {x.dtype}. Convert them first: x.to(torch.float32).")
-    return reference.forward(x) if plain_on(x.device.type) else _forward(x)
+    return reference.forward(x) if plain(x, x.numel()) else _forward(x)
 
 
 @triton_op("mlff::silu", mutates_args=())
@@ -55,12 +56,6 @@ def _double_backward(grad_grad: Tensor, grad: Tensor, x: Tensor) -> tuple[Tensor
 def _version(x: Tensor) -> ModuleType:
     """The reference or its Triton version, whichever takes a tensor like x."""
     return triton_version("silu", x.device.type, x.dtype) or reference
-
-
-@functools.cache
-def plain_on(device: str) -> bool:
-    """Whether a function on a type of device is its reference, without an operator around it."""
-    return device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @functools.cache

@@ -5,8 +5,8 @@ derivative of the one before. A third derivative is refused rather than approxim
 gradients of both halves into one tensor, which saves the concatenation of two.
 
 On CUDA devices in float16, bfloat16 and float32 the operators are Triton kernels, which a compiler sees through;
-elsewhere they are the reference. On a CPU the functions are that reference as it is, differentiated by PyTorch as often
-as one likes: a call of an operator of ours takes longer there than a small tensor does.
+elsewhere they are the reference. On a CPU, and for small tensors, the functions are that reference as it is (`host.py`
+says why), differentiated by PyTorch as often as one likes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.library import triton_op
 
 from mlff.kernels import swiglu_reference as reference
-from mlff.kernels.silu import plain_on, triton_version
+from mlff.kernels.host import plain
+from mlff.kernels.silu import triton_version
 
 GATE_FIRST = {"gate_up": True, "up_gate": False}
 
@@ -50,7 +51,7 @@ def swiglu(
     if gate.dtype != up.dtype or not gate.is_floating_point():
         raise ValueError(f"gate and up must have one floating dtype; got {gate.dtype} and {up.dtype}")
     out_dtype = _checked(out_dtype, gate.dtype)
-    return (reference.forward if plain_on(gate.device.type) else _forward)(gate, up, out_dtype)
+    return (reference.forward if plain(gate, gate.numel()) else _forward)(gate, up, out_dtype)
 
 
 def swiglu_packed(
@@ -73,7 +74,7 @@ def swiglu_packed(
     if not x.is_floating_point():
         raise ValueError(f"x must have a floating dtype; got {x.dtype}")
     out_dtype = _checked(out_dtype, x.dtype)
-    return (reference.packed_forward if plain_on(x.device.type) else _packed_forward)(x, GATE_FIRST[order], out_dtype)
+    return (reference.packed_forward if plain(x, x.numel()) else _packed_forward)(x, GATE_FIRST[order], out_dtype)
 
 
 def _checked(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlff import presets
 from mlff.graph import Graph
+from mlff.kernels import silu_triton, swiglu_triton
 from mlff.kernels.grid_pair_triton import Geometry
 from mlff.kernels.launch import SHARED_MEMORY, fit_offline
 from mlff.sezm.grid import Grid
@@ -96,6 +97,36 @@ def geometry_of(dtype: torch.dtype, large: bool, factors: Any, **shape: Any) -> 
 
 def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each kernel × geometry × order × dtype × architecture; equal geometries of presets share one."""
+    yield from _grid_rows(names, capabilities)
+    yield from elementwise_rows(names, capabilities)
+
+
+def elementwise_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows of the activations, whose kernels depend on no preset; at rows of 128 channels."""
+    families = {
+        "silu": silu_triton.KERNELS,
+        "swiglu": swiglu_triton.KERNELS,
+        "swiglu, packed": swiglu_triton.PACKED_KERNELS,
+    }
+    for family, kernels in families.items():
+        for dtype_name, dtype in DTYPES.items():
+            for order_name, kernel in zip(ORDERS, kernels, strict=True):
+                arguments = [int if p.annotation_type else dtype for p in kernel.params if not p.is_constexpr]
+                for capability in capabilities:
+                    fit = fit_offline(kernel, arguments, {}, silu_triton.launches(128), capability)
+                    yield Row(
+                        presets=tuple(names),
+                        kernel=family,
+                        geometry="rows of 128",
+                        order=order_name,
+                        dtype=dtype_name,
+                        capability=capability,
+                        launch=None if fit is None else str(fit.launch),
+                        shared=0 if fit is None else fit.shared,
+                    )
+
+
+def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     users: dict[tuple[Any, ...], list[str]] = {}
     shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in names:

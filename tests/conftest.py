@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mlff.kernels import host
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none, and say so."""
@@ -13,6 +15,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def operators_for_small_tensors() -> None:
+    """Tests use small tensors, and on a GPU they are there to test the kernels."""
+    host.SMALL = 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -49,11 +49,12 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launches", "preset=nano", "arch=sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| presets | kernel | geometry | order | operands | arch | launch | shared memory, B |")
-    assert len(lines) == 2 + 3 * 2 * len(grid_shapes("nano"))
+    # Three orders in two dtypes: the grids of the preset, and silu, swiglu and packed swiglu.
+    assert len(lines) == 2 + 3 * 2 * (len(grid_shapes("nano")) + 3)
     for text in lines[2:]:
         cells = [cell.strip() for cell in text.strip("|").split("|")]
         assert cells[0] == "nano" and cells[5] == "sm_90"
-        assert "columns=" in cells[6] and int(cells[7]) <= int(cells[8]) == SHARED_MEMORY[90]
+        assert "warps=" in cells[6] and int(cells[7]) <= int(cells[8]) == SHARED_MEMORY[90]
 
 
 @pytest.mark.parametrize(
