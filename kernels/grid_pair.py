@@ -182,13 +182,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    left, right, *tables = ctx.saved_tensors
-    grads = _backward(grad, left, right, *tables, ctx.n_frames)
+    left, right, to_grid, from_grid, matrix, slots, scale = ctx.saved_tensors
+    grads = _backward(grad, left, right, to_grid, from_grid, matrix, slots, scale, ctx.n_frames)
     return (*grads, *[None] * 6)
 
 
 def _differentiate_twice(ctx: Any, grad_grad_left: Tensor, grad_grad_right: Tensor) -> tuple[Any, ...]:
-    grad, left, right, *tables = ctx.saved_tensors
+    grad, left, right, to_grid, from_grid, matrix, slots, scale = ctx.saved_tensors
+    tables = (to_grid, from_grid, matrix, slots, scale)
     grads = _double_backward(grad_grad_left, grad_grad_right, grad, left, right, *tables, ctx.n_frames)
     return (*grads, *[None] * 6)
 

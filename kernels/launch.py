@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
+from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 logger = logging.getLogger("mlff.kernels")
@@ -102,7 +103,8 @@ def specialise(aligned: Iterable[str] = ()) -> Callable[[Callable[..., Any]], An
         parameters = inspect.signature(kernel).parameters
         numbers = [name for name, p in parameters.items() if "int64" in str(p.annotation)]
         pointers = [name for name in parameters if not name.isupper() and name not in (*numbers, *aligned)]
-        return triton.jit(kernel, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
+        jit: Any = triton.jit  # its stub does not know functions that are not annotated
+        return jit(kernel, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
 
     return decorate
 
@@ -263,14 +265,14 @@ def _first(
 @functools.cache
 def _find_cache_folder() -> None:
     """Let Triton keep compiled kernels in a temporary folder where its own cannot be written to."""
-    folder = Path(triton.knobs.cache.dir)
+    folder = Path(knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
-        triton.knobs.cache.dir = tempfile.mkdtemp(prefix="triton-")
-        logger.warning("%s cannot be written to; compiled kernels go to %s.", folder, triton.knobs.cache.dir)
+        knobs.cache.dir = tempfile.mkdtemp(prefix="triton-")
+        logger.warning("%s cannot be written to; compiled kernels go to %s.", folder, knobs.cache.dir)
 
 
 def _on_device(device: torch.device) -> _Compile:

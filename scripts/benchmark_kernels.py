@@ -20,6 +20,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ SHAPES = ((3, 3, 2, 32), (3, 3, 1, 64), (4, 3, 1, 64), (5, 3, 2, 64), (6, 3, 2, 
 SWIGLU_SHAPES = ((100_000, 96), (1_000_000, 64))  # rows, width of the result
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ORDERS = ("forward", "backward", "second backward")
-DEFINITIONS = (reference.forward, reference.backward, reference.double_backward)
+DEFINITIONS: tuple[Callable[..., Any], ...] = (reference.forward, reference.backward, reference.double_backward)
 
 
 def main(arguments: Sequence[str]) -> int:
