@@ -9,7 +9,10 @@ from mlff.kernels import host
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none, and say so."""
+    """Skip tests marked `gpu` where there is none, and say so; those in Triton's interpreter are slow."""
+    for item in items:
+        if "interpreted" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -127,6 +127,7 @@ def test_a_checkpoint_of_other_data_is_refused(name, value, words):
         data.load_state_dict({**place, "batches": 3})
 
 
+@pytest.mark.slow
 def test_rt2_two_ranks_take_the_same_steps_and_validate_each_structure_once(tmp_path):
     """Two processes that wait for each other at every step (gloo), two epochs: five structures, one in a batch."""
     script = tmp_path / "two_ranks.py"

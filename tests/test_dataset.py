@@ -350,6 +350,7 @@ def answer(task: int) -> int:
     return task * task
 
 
+@pytest.mark.slow
 def test_processes_may_crash_hang_or_fail():
     found = {outcome.place: outcome for outcome in outcomes(answer, range(12), workers=2, timeout=5.0)}
     assert sorted(found) == list(range(12))

@@ -37,6 +37,8 @@ from mlff.runs import read_metrics
 from mlff.sezm.potential import SeZM
 from mlff.training import Training, fit
 
+pytestmark = pytest.mark.slow  # each starts processes of its own
+
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("ddp", "zero1", "fsdp")
 OPTIONS = {"channels": 8, "n_radial": 4, "n_blocks": 1, "mixing_layers": 1, "lmax": 1, "random_gamma": False}
@@ -340,7 +342,6 @@ def test_rt14_two_ranks_are_one(alone, two, strategy, optimizer):
     assert load_file(folders[1] / "model.safetensors").keys() == potential().state_dict().keys()
 
 
-@pytest.mark.slow
 def test_rt5_a_run_goes_on_on_another_number_of_ranks(alone, two, tmp_path):
     """Whatever strategy wrote a checkpoint, one rank goes on from it, and the other way about."""
     train_alone(tmp_path / "whole", steps=7)
@@ -369,7 +370,6 @@ def test_rt11_parameters_that_only_one_rank_uses(two, strategy):
             assert strategy == "fsdp" or moved == (name != "potential.never")
 
 
-@pytest.mark.slow
 def test_more_ranks_than_tensors(tmp_path):
     launch("rank_few", tmp_path, count=3)
 
@@ -449,7 +449,6 @@ def curve(output: Path) -> dict[float, float]:
     return {row["step"]: row["train_loss"] for row in read_metrics(output / "metrics.csv") if row["step"]}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # eight processes of some 15 s each, on a busy machine one after another
 def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
     """Killed, then SIGTERM to one rank of two, which ends both in order: the curve is that of an unbroken run."""
@@ -481,7 +480,6 @@ def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
     close(last(tmp_path / "whole")["state_dict"], last(broken)["state_dict"], 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchrun_starts_the_ranks(data, tmp_path):
     """The run is that of the ranks that the program starts itself; another number is an error in one sentence."""
@@ -495,7 +493,6 @@ def test_torchrun_starts_the_ranks(data, tmp_path):
     assert "torchrun started 2 processes, but trainer.devices=3 times trainer.num_nodes=1 is 3." in errors
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
     """Two nodes with a task each, as srun describes them to its tasks; SIGUSR1 to one stops both, and they go on."""
@@ -524,7 +521,6 @@ def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
     assert "srun started 2 processes, but trainer.devices=1 times trainer.num_nodes=1 is 1." in errors
 
 
-@pytest.mark.slow
 def test_mistakes_are_told_once(data, tmp_path):
     """By one of two ranks, which both end."""
     words = (*data, "trainer.devices=2", "training.batch_atoms=3", "training.oversized=error")

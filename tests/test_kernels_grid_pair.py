@@ -343,6 +343,7 @@ def traced_once(grid: Grid, channels: int, device: str, dtype: torch.dtype, back
     return graph, frames
 
 
+@pytest.mark.slow
 def test_a4_rk9_rk10_one_graph_over_sizes_and_strides() -> None:
     grid = rotation_grid(2, 1).to(torch.float64)
     graph, frames = traced_once(grid, 2, "cpu", torch.float64, "aot_eager", 1e-10)

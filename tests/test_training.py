@@ -308,6 +308,7 @@ def test_rt16_bfloat16_in_the_blocks_alone():
     assert found.energy.item() * 5 == pytest.approx(0.123, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_rt16_each_precision_trains(tmp_path, precision):
     """A hundred steps without NaN, towards the labels; all that is kept is float32 or better."""
@@ -463,6 +464,7 @@ def test_a_run_leaves_torch_as_it_was(tmp_path):
     assert (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.is_grad_enabled()) == before
 
 
+@pytest.mark.slow
 def test_rt18_metrics_over_two_processes(tmp_path):
     """Two ranks with a structure each give what one process gives for both."""
     program = textwrap.dedent(
