@@ -11,9 +11,7 @@ that small operands would not keep busy, the function is the reference as it is 
 
 from __future__ import annotations
 
-import functools
-import os
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +21,9 @@ from torch.library import triton_op
 
 from mlff.kernels import grid_pair_reference as reference
 from mlff.kernels.grid_pair_factors import Factors
-from mlff.kernels.host import plain
+from mlff.kernels.host import plain, triton_version
+
+DEFINITIONS: tuple[Callable[..., Any], ...] = (reference.forward, reference.backward, reference.double_backward)
 
 
 def grid_pair(
@@ -61,9 +61,9 @@ def grid_pair(
             f"projectors must both be (G, {left.shape[1] * n_frames}); "
             f"got {tuple(to_grid.shape)} and {tuple(from_grid.shape)}"
         )
-    devices = {str(x.device) for x in (left, right, to_grid, from_grid)}
-    if len(devices) > 1:
-        raise ValueError(f"operands and projectors must be on one device; got {', '.join(sorted(devices))}")
+    if any(x.device != left.device for x in (right, to_grid, from_grid)):
+        devices = sorted({str(x.device) for x in (left, right, to_grid, from_grid)})
+        raise ValueError(f"operands and projectors must be on one device; got {', '.join(devices)}")
     if torch.is_autocast_enabled(left.device.type):
         dtype = torch.get_autocast_dtype(left.device.type)
         left, right = (x if x.dtype == torch.float64 else x.to(dtype) for x in (left, right))
@@ -91,10 +91,7 @@ def _forward(
     scale: Tensor | None,
     n_frames: int,
 ) -> Tensor:
-    results = _fast(0, (left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
-    if results is None:
-        return reference.forward(left, right, *_cut(to_grid, from_grid, left, n_frames), n_frames)
-    return results[0]
+    return _results(0, (left, right), to_grid, from_grid, matrix, slots, scale, n_frames)[0]
 
 
 @triton_op("mlff::grid_pair_backward", mutates_args=())
@@ -109,10 +106,8 @@ def _backward(
     scale: Tensor | None,
     n_frames: int,
 ) -> tuple[Tensor, Tensor]:
-    results = _fast(1, (grad, left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
-    if results is None:
-        return reference.backward(grad, left, right, *_cut(to_grid, from_grid, left, n_frames), n_frames)
-    return results[0], results[1]
+    of_left, of_right = _results(1, (grad, left, right), to_grid, from_grid, matrix, slots, scale, n_frames)
+    return of_left, of_right
 
 
 @triton_op("mlff::grid_pair_double_backward", mutates_args=())
@@ -130,19 +125,11 @@ def _double_backward(
     n_frames: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (grad_grad_left, grad_grad_right, grad, left, right)
-    results = _fast(2, operands, to_grid, from_grid, matrix, slots, scale, n_frames)
-    if results is None:
-        return reference.double_backward(*operands, *_cut(to_grid, from_grid, left, n_frames), n_frames)
-    return results[0], results[1], results[2]
+    of_grad, of_left, of_right = _results(2, operands, to_grid, from_grid, matrix, slots, scale, n_frames)
+    return of_grad, of_left, of_right
 
 
-def _cut(to_grid: Tensor, from_grid: Tensor, operand: Tensor, n_frames: int) -> tuple[Tensor, Tensor]:
-    """Projectors without the columns of padding that those for the kernels have."""
-    slots = operand.shape[1] * n_frames
-    return to_grid[:, :slots], from_grid[:, :slots]
-
-
-def _fast(
+def _results(
     order: int,
     operands: tuple[Tensor, ...],
     to_grid: Tensor,
@@ -151,26 +138,18 @@ def _fast(
     slots: Tensor | None,
     scale: Tensor | None,
     n_frames: int,
-) -> tuple[Tensor, ...] | None:
-    """The results of the Triton kernel of an order, or None where the reference is to compute them."""
-    triton = _triton(operands[0].device.type, operands[0].dtype)
-    if triton is None:
-        return None
-    small = None if matrix is None else (matrix, slots, scale)
-    return triton.run_product(order, operands, (to_grid, from_grid), small, n_frames)
-
-
-@functools.cache
-def _triton(device: str, dtype: torch.dtype) -> ModuleType | None:
-    """The Triton version, where it runs: on CUDA, and on any device in Triton's interpreter, there float32 only."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if dtype not in ((torch.float32,) if interpreted else (torch.float32, torch.bfloat16)):
-        return None
-    if device != "cuda" and not interpreted:
-        return None
-    from mlff.kernels import grid_pair_triton
-
-    return grid_pair_triton
+) -> tuple[Tensor, ...]:
+    """The results of an order, by its Triton kernel, or where there is none by the reference."""
+    fast = triton_version("grid_pair", operands[0].device.type, operands[0].dtype)
+    if fast is not None:
+        small = None if matrix is None else (matrix, slots, scale)
+        results = fast.run_product(order, operands, (to_grid, from_grid), small, n_frames)
+        if results is not None:
+            return results
+    there = operands[0].shape[1] * n_frames  # projectors for the kernels have columns of padding behind these
+    projectors = to_grid[:, :there], from_grid[:, :there]
+    results = DEFINITIONS[order](*operands, *projectors, n_frames)
+    return results if order else (results,)
 
 
 # The derivatives. Projectors and n_frames have none.

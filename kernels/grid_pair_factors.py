@@ -112,14 +112,16 @@ def factorise(
         return None
     high = small.matrix.to(torch.float16)
     low = ((small.matrix - high.double()) * 2048).to(torch.float16)
-    halves, rounded = torch.cat((high, low), 1), small.matrix.to(torch.bfloat16)
-    large = torch.stack((to_grid, from_grid)).to(torch.bfloat16)
-    large = _wide(large, _padded(large.shape[-1]))
+    large = _wide(torch.stack((to_grid, from_grid)).to(torch.bfloat16), _padded(to_grid.shape[1]))
     if row_degrees.max() > LAST_DEGREE_OF_LARGE:
         large = large[:, :0]
-    bits = (x.view(torch.int16) for x in (halves, rounded, large))
-    halves, rounded, large = bits
-    return Factors(halves, rounded, small.slots.int(), small.scale.float(), large)
+    return Factors(
+        halves=torch.cat((high, low), 1).view(torch.int16),
+        rounded=small.matrix.to(torch.bfloat16).view(torch.int16),
+        slots=small.slots.int(),
+        scale=small.scale.float(),
+        large=large.view(torch.int16),
+    )
 
 
 def reduced(to_grid: Tensor, from_grid: Tensor, row_degrees: Tensor, rolls: int) -> Reduced | None:

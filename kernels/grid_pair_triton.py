@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mlff.kernels.grid_pair_factors import widths
-from mlff.kernels.launch import Argument, Launch, choose, run, specialise, warn_reference
+from mlff.kernels.launch import Argument, Fit, Launch, choose, fit_offline, run, specialise, warn_reference
 
 # Constants are in capitals, as launch.py asks.
 
@@ -465,13 +465,12 @@ def factored_double_backward(
         q0, q1, q2, q3 = _factored(
             q0, q1, q2, q3, x, node * x_n + focus * x_f + channel, x_d, result != 0,
             y, node * y_n + focus * y_f + channel, y_d, there, matrix, slots, scale,
-        K, C, POINTS, N, W, BLOCK, SPLIT,
+            K, C, POINTS, N, W, BLOCK, SPLIT,
         )  # fmt: skip
     base = node * out_n + focus * out_f + channel
     _store_parts(out, base, out_d, there, slots, scale, result == 0, q0, q1, q2, q3, K, C, N, W)
 
 
-FORWARD, BACKWARD, DOUBLE_BACKWARD = range(3)
 OPERANDS = (2, 3, 5)
 KERNELS = {
     "dense": (dense_forward, dense_backward, dense_double_backward),
@@ -537,6 +536,11 @@ class Geometry:
             return DENSE_BFLOAT16
         return DENSE_FLOAT32 if torch.get_float32_matmul_precision() == "highest" else DENSE_TF32
 
+    def fit_offline(self, order: int, capability: int, limit: int | None = None) -> Fit | None:
+        """Return the launch of an order on a device that need not be there; see `launch.fit_offline`."""
+        kernel, arguments, constants = self.kernel(order), self.arguments(order), dict(self.constants)
+        return fit_offline(kernel, arguments, constants, self.candidates(), capability, limit)
+
 
 def padded_width(slots: int) -> int:
     """Return the columns of dense projectors in memory: what a tile can have."""
@@ -570,7 +574,7 @@ def run_product(
     """Return the results of a kernel, or None where no launch of it fits the device.
 
     Args:
-        order: FORWARD, BACKWARD or DOUBLE_BACKWARD.
+        order: 0, 1, 2 for forward, backward, second backward.
         operands: as the reference's function of that order takes them, (N, D, F, K C) each; any strides, but the last
             axis is copied unless it is contiguous.
         projectors: to and from the grid, (G, P) or padded to (G, `padded_width(P)`), in the operands' dtype.
@@ -578,11 +582,8 @@ def run_product(
         n_frames: K.
     """
     nodes, rows, focus, width = operands[0].shape
-    rows, focus, width = (
-        int(rows),
-        int(focus),
-        int(width),
-    )  # while a graph is traced, only the number of nodes is left open
+    # While a graph is traced, only the number of nodes is left open.
+    rows, focus, width = int(rows), int(focus), int(width)
     dtype, device = operands[0].dtype, operands[0].device
     small = None
     if factors is not None:

@@ -1,16 +1,22 @@
-"""Where an operator of ours costs more than it saves: on tensors so small that the host, not the device, is busy.
+"""Which version of a function a tensor takes: an operator around Triton's kernels, one around the reference, or none.
 
 A call of an operator with its autograd and its launch takes the host a few hundred microseconds, many times those of a
-function of PyTorch. A GPU has done with a small tensor long before. There, and on a CPU, the functions are their
+function of PyTorch. A GPU has done with a small tensor long before. There, and on a CPU, functions may be their
 reference as it is, which PyTorch differentiates. In a graph, compiled or recorded, the host does not count.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("mlff.kernels")
 
 # Elements of the largest intermediate tensor below which plain PyTorch is taken. Measured on an H200: on 300 nodes of
 # degree 3 (3 million values on the grid) the three orders of the grid-pair product take 1.2 ms either way, and a
@@ -32,3 +38,25 @@ def plain(x: Tensor, elements: int) -> bool:
         return False
     traced = torch._C._len_torch_dispatch_stack() > 0
     return elements < SMALL and not traced and not torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def triton_version(family: str, device: str, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module of a family's Triton kernels where tensors of a device and dtype go there.
+
+    That is on CUDA, and on any device in Triton's interpreter, there float32 only. The grid-pair product has none in
+    float16. Where Triton is not installed, that is said once, and the reference is taken.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    dtypes = {torch.float32} if interpreted else {torch.float32, torch.bfloat16, torch.float16}
+    if family == "grid_pair":
+        dtypes.discard(torch.float16)
+    if dtype not in dtypes or (device != "cuda" and not interpreted):
+        return None
+    try:
+        return importlib.import_module(f"mlff.kernels.{family}_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        logger.warning("%s: Triton is not installed, so plain PyTorch takes over, slower. pip install triton", family)
+        return None

@@ -194,11 +194,6 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def takes_triton(kernel: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tensors of a device and dtype go to Triton: on CUDA, or anywhere in Triton's interpreter."""
-    return dtype in (torch.float32, torch.bfloat16) and (device.type == "cuda" or _interpreted(kernel))
-
-
 def warn_reference(kernel: Any, constants: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     """Say once that no launch of a kernel fits a device, so that plain PyTorch takes over."""
     key = ("warned", _name(kernel), tuple(constants.items()), dtype, str(device))

@@ -10,21 +10,15 @@ says why), differentiated by PyTorch as often as one likes.
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 from types import ModuleType
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.library import triton_op
 
 from mlff.kernels import silu_reference as reference
-from mlff.kernels.host import plain
-
-logger = logging.getLogger("mlff.kernels")
+from mlff.kernels.host import plain, triton_version
 
 
 def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -56,31 +50,6 @@ def _double_backward(grad_grad: Tensor, grad: Tensor, x: Tensor) -> tuple[Tensor
 def _version(x: Tensor) -> ModuleType:
     """The reference or its Triton version, whichever takes a tensor like x."""
     return triton_version("silu", x.device.type, x.dtype) or reference
-
-
-@functools.cache
-def triton_version(family: str, device: str, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module of Triton kernels of "silu" or "swiglu" where tensors of a device and dtype go there.
-
-    That is on CUDA, and on any device in Triton's interpreter, there float32 only. Where Triton is not installed, that
-    is said once, and the reference is taken.
-    """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if dtype not in ((torch.float32,) if interpreted else (torch.float16, torch.bfloat16, torch.float32)):
-        return None
-    if device != "cuda" and not interpreted:
-        return None
-    try:
-        if family == "silu":
-            from mlff.kernels import silu_triton as module
-        else:
-            from mlff.kernels import swiglu_triton as module
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        logger.warning("%s: Triton is not installed, so plain PyTorch takes over, slower. pip install triton", family)
-        return None
-    return module
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

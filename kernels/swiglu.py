@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from mlff.kernels import swiglu_reference as reference
-from mlff.kernels.host import plain
-from mlff.kernels.silu import triton_version
+from mlff.kernels.host import plain, triton_version
 
 GATE_FIRST = {"gate_up": True, "up_gate": False}
 

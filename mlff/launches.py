@@ -14,7 +14,7 @@ from mlff import presets
 from mlff.graph import Graph
 from mlff.kernels import silu_triton, swiglu_triton
 from mlff.kernels.grid_pair_triton import Geometry
-from mlff.kernels.launch import SHARED_MEMORY, fit_offline
+from mlff.kernels.launch import SHARED_MEMORY, Fit, fit_offline
 from mlff.sezm.grid import Grid
 from mlff.sezm.potential import SeZM
 
@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel at one geometry on one architecture; `launch` is None where plain PyTorch would run."""
+    """One kernel at one geometry on one architecture; `fit` is None where plain PyTorch would run."""
 
     presets: tuple[str, ...]
     kernel: str
@@ -32,8 +32,7 @@ class Row:
     order: str
     dtype: str
     capability: int
-    launch: str | None
-    shared: int  # bytes
+    fit: Fit | None
 
     @property
     def limit(self) -> int:
@@ -114,16 +113,7 @@ def elementwise_rows(names: Sequence[str], capabilities: Sequence[int]) -> Itera
                 arguments = [int if p.annotation_type else dtype for p in kernel.params if not p.is_constexpr]
                 for capability in capabilities:
                     fit = fit_offline(kernel, arguments, {}, silu_triton.launches(128), capability)
-                    yield Row(
-                        presets=tuple(names),
-                        kernel=family,
-                        geometry="rows of 128",
-                        order=order_name,
-                        dtype=dtype_name,
-                        capability=capability,
-                        launch=None if fit is None else str(fit.launch),
-                        shared=0 if fit is None else fit.shared,
-                    )
+                    yield Row(tuple(names), family, "rows of 128", order_name, dtype_name, capability, fit)
 
 
 def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
@@ -137,16 +127,9 @@ def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Ro
     for key, shape in shapes.items():
         for dtype_name, dtype in DTYPES.items():
             geometry = geometry_of(dtype, **shape)
+            constants = " ".join(f"{k}={v}" for k, v in geometry.constants if k != "SPLIT")
             for order, order_name in enumerate(ORDERS):
                 for capability in capabilities:
-                    fit = fit_offline(
-                        geometry.kernel(order),
-                        geometry.arguments(order),
-                        dict(geometry.constants),
-                        geometry.candidates(),
-                        capability,
-                    )
-                    constants = " ".join(f"{k}={v}" for k, v in geometry.constants if k != "SPLIT")
                     yield Row(
                         presets=tuple(users[key]),
                         kernel=f"grid_pair, {geometry.form}",
@@ -154,8 +137,7 @@ def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Ro
                         order=order_name,
                         dtype=dtype_name,
                         capability=capability,
-                        launch=None if fit is None else str(fit.launch),
-                        shared=0 if fit is None else fit.shared,
+                        fit=geometry.fit_offline(order, capability),
                     )
 
 
@@ -167,7 +149,7 @@ HEADER = (
 
 def line(row: Row) -> str:
     """Return a row of the table, in Markdown."""
-    launch, shared = (row.launch, str(row.shared)) if row.launch else ("none fits: plain PyTorch", "-")
+    launch, shared = (str(row.fit.launch), str(row.fit.shared)) if row.fit else ("none fits: plain PyTorch", "-")
     names, arch = ", ".join(row.presets), f"sm_{row.capability}"
     cells = (names, row.kernel, row.geometry, row.order, row.dtype, arch, launch, shared, str(row.limit))
     return f"| {' | '.join(cells)} |"

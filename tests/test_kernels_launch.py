@@ -181,8 +181,7 @@ def test_a1_offline_a_small_gpu_gets_a_smaller_tile():
     """Degree 6, two streams, float32, second backward by dense projectors: the first choice is for large GPUs."""
     geometry = Geometry.of(torch.float32, 2, 96, 3, (584, 147), None)
     kernel, arguments, constants = geometry.kernel(2), geometry.arguments(2), dict(geometry.constants)
-    large = fit_offline(kernel, arguments, constants, geometry.candidates(), 90)
-    small = fit_offline(kernel, arguments, constants, geometry.candidates(), 120)
+    large, small = geometry.fit_offline(2, 90), geometry.fit_offline(2, 120)
     assert large is not None and small is not None
     assert large.launch == geometry.candidates()[0]
     assert large.shared > SMALL_GPU >= small.shared
@@ -194,9 +193,7 @@ def test_a1_offline_a_small_gpu_gets_a_smaller_tile():
 def test_rk8_the_largest_presets_fit_small_devices(limit, dtype):
     for factors in ((73, 320, 192), None):
         geometry = Geometry.of(dtype, 2, 96, 3, (584, 147), factors)
-        fit = fit_offline(
-            geometry.kernel(2), geometry.arguments(2), dict(geometry.constants), geometry.candidates(), 120, limit
-        )
+        fit = geometry.fit_offline(2, 120, limit)
         # Dense projectors of this size are used by no preset, and where nothing fits, plain PyTorch runs.
         assert fit is not None or factors is None
         assert fit is None or fit.shared <= limit

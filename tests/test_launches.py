@@ -10,7 +10,7 @@ from mlff.cli import main
 
 pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
 
-from mlff.kernels.launch import SHARED_MEMORY, fit_offline
+from mlff.kernels.launch import SHARED_MEMORY
 from mlff.launches import geometry_of, grid_shapes, read_capabilities, read_presets
 
 PRO = dict(focus=2, channels=64, n_frames=3, projector=(344, 108), factors=(43, 320, 192), large=True)
@@ -26,13 +26,7 @@ def test_every_order_has_a_tile_that_fits(shape: dict, dtype: torch.dtype, capab
     """A part of the table in docs/launches.md, on a large and a small architecture."""
     geometry = geometry_of(dtype, **shape)
     for order in range(3):
-        fit = fit_offline(
-            geometry.kernel(order),
-            geometry.arguments(order),
-            dict(geometry.constants),
-            geometry.candidates(),
-            capability,
-        )
+        fit = geometry.fit_offline(order, capability)
         assert fit is not None
         assert 0 < fit.shared <= SHARED_MEMORY[capability]
 
