@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from mlff.kernels import host
+
+# For the processes that tests start. By default each takes a thread a core, and its threads wait by spinning: two runs of
+# scripts/finetune.py side by side on two cores took 149 s instead of 36.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
