@@ -9,8 +9,8 @@ import torch
 
 from mlff.kernels import host
 
-# For the processes that tests start. By default each takes a thread a core, and its threads wait by spinning: two runs of
-# scripts/finetune.py side by side on two cores took 149 s instead of 36.
+# For the processes that tests start. By default each takes a thread a core, and its threads wait by spinning: two runs
+# of scripts/finetune.py side by side on two cores took 149 s instead of 36.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
