@@ -33,11 +33,15 @@ def plain(x: Tensor, elements: int) -> bool:
         return False
     if x.device.type == "cpu":
         return True
-    # Compilers first: a comparison of a size that is left open would be a condition on the compiled code.
-    if x.device.type != "cuda" or torch.compiler.is_compiling() or isinstance(elements, torch.SymInt):
+    # Tracers first: a comparison of a size that is left open would be a condition on the compiled code.
+    if x.device.type != "cuda" or traced() or isinstance(elements, torch.SymInt):
         return False
-    traced = torch._C._len_torch_dispatch_stack() > 0
-    return elements < SMALL and not traced and not torch.cuda.is_current_stream_capturing()
+    return elements < SMALL and not torch.cuda.is_current_stream_capturing()
+
+
+def traced() -> bool:
+    """Whether a compiler or a tracer follows this call, so that it must not depend on values."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @functools.cache

@@ -16,7 +16,7 @@ Source: Fan et al., Phys. Rev. B 92, 094301 (2015), for the virial of many-body 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -44,31 +44,51 @@ def evaluate(potential: Potential, graph: Graph, create_graph: bool = False) -> 
     """
     with torch.inference_mode(False), torch.enable_grad():
         graph = _ordinary(graph)
-        vectors = edge_vectors(graph).detach().requires_grad_()
-        leaves = [vectors]
-        if graph.spins is not None:
-            graph = dataclasses.replace(graph, spins=graph.spins.detach().requires_grad_())
-            leaves.append(graph.spins)  # type: ignore[arg-type]
-        energies = potential(graph, vectors)
-        gradients = torch.autograd.grad(
-            energies.sum(), leaves, create_graph=create_graph, allow_unused=True, materialize_grads=True
-        )
-        slope = gradients[0]  # ∂E/∂v, [E, 3] in eV/Å
-        forces = torch.zeros_like(graph.positions).index_add(0, graph.receivers, slope)
-        forces = forces.index_add(0, graph.senders, -slope)
-        pair_virial = -slope.unsqueeze(-1) * vectors.detach().unsqueeze(-2)
-        structure = graph.structure.index_select(0, graph.receivers)
-        virial = vectors.new_zeros(graph.n_structures, 3, 3).index_add(0, structure, pair_virial)
-        stress = -0.5 * (virial + virial.transpose(1, 2)) / _volumes(graph)
-        energy = energies.new_zeros(graph.n_structures).index_add(0, graph.structure, energies)
-        magnetic = -gradients[1] if len(gradients) > 1 else None
-        prediction = BatchPrediction(energy, energies, forces, virial, stress, magnetic)
+        prediction = with_stress(derivatives(potential, graph, create_graph), graph)
     return prediction if create_graph else _detached(prediction)
+
+
+class Derivatives(NamedTuple):
+    """Energies and their derivatives, in the units of `BatchPrediction`; stress alone is not among them."""
+
+    energy: Float[Tensor, "S"]
+    energies: Float[Tensor, "A"]
+    forces: Float[Tensor, "A 3"]
+    virial: Float[Tensor, "S 3 3"]
+    magnetic_forces: Float[Tensor, "A 3"] | None
+
+
+def derivatives(potential: Potential, graph: Graph, create_graph: bool) -> Derivatives:
+    """Return energies, forces and virials: the part of `evaluate` that can be traced. Gradients must be enabled."""
+    vectors = edge_vectors(graph).detach().requires_grad_()
+    leaves = [vectors]
+    if graph.spins is not None:
+        graph = dataclasses.replace(graph, spins=graph.spins.detach().requires_grad_())
+        leaves.append(graph.spins)  # type: ignore[arg-type]
+    energies = potential(graph, vectors)
+    gradients = torch.autograd.grad(
+        energies.sum(), leaves, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    slope = gradients[0]  # ∂E/∂v, [E, 3] in eV/Å
+    forces = torch.zeros_like(graph.positions).index_add(0, graph.receivers, slope)
+    forces = forces.index_add(0, graph.senders, -slope)
+    pair_virial = -slope.unsqueeze(-1) * vectors.detach().unsqueeze(-2)
+    structure = graph.structure.index_select(0, graph.receivers)
+    virial = vectors.new_zeros(graph.n_structures, 3, 3).index_add(0, structure, pair_virial)
+    energy = energies.new_zeros(graph.n_structures).index_add(0, graph.structure, energies)
+    return Derivatives(energy, energies, forces, virial, -gradients[1] if len(gradients) > 1 else None)
+
+
+def with_stress(found: Derivatives, graph: Graph) -> BatchPrediction:
+    """Return what `derivatives` gave with the stress that follows from it."""
+    energy, energies, forces, virial, magnetic = found
+    stress = -0.5 * (virial + virial.transpose(1, 2)) / _volumes(graph)
+    return BatchPrediction(energy, energies, forces, virial, stress, magnetic)
 
 
 def _volumes(graph: Graph) -> Float[Tensor, "S 1 1"]:
     """Volume of each structure in Å³, NaN where no axis is periodic or the lattice vectors span no volume."""
-    volume = torch.linalg.det(graph.cell).abs()
+    volume = graph.volumes
     periodic = graph.pbc.any(-1) & (volume > 0)
     return torch.where(periodic, volume, torch.nan)[:, None, None]
 

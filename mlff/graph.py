@@ -53,6 +53,12 @@ class Graph:
         """Number of structures S."""
         return self.cell.shape[0]
 
+    @property
+    def volumes(self) -> Float[Tensor, "S"]:
+        """Volume of each cell in Å³, 0 where the lattice vectors span none."""
+        a, b, c = self.cell.to(torch.float64).unbind(1)
+        return (a * torch.linalg.cross(b, c)).sum(-1).abs()
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Graph:
         """Return the graph on another device; dtypes stay."""
         return _moved(self, device, non_blocking)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mlff import elements as chemistry
 from mlff import presets
 from mlff.graph import Graph
+from mlff.kernels import host
 from mlff.sezm import bridging
 from mlff.sezm.block import Trunk
 from mlff.sezm.edges import EdgeRotations, Edges
@@ -173,13 +174,13 @@ class SeZM(nn.Module):
         otherwise computed from the graph.
 
         Raises:
-            ValueError: the graph holds an element that the model does not know (checked on the CPU only; elsewhere the
-                energy of such an atom is NaN), or lacks a condition that the model reads.
+            ValueError: the graph holds an element that the model does not know (checked on the CPU only; elsewhere and
+                in compiled code the energy of such an atom is NaN), or lacks a condition that the model reads.
         """
         row_of_number = self.get_buffer("row_of_number")
         species = row_of_number.index_select(0, graph.numbers)
         known = species >= 0
-        if not (graph.numbers.is_cuda or torch.compiler.is_compiling()) and not bool(known.all()):
+        if not (graph.numbers.is_cuda or host.traced()) and not bool(known.all()):
             strange = sorted(set(graph.numbers[~known].tolist()))
             raise ValueError(
                 f"this model knows {chemistry.names(self.elements)}; the structure also has {chemistry.names(strange)}."
