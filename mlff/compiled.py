@@ -37,6 +37,8 @@ TOLERANCE_HALF = 0.1
 FLOOR = 1e-3
 """Norm of a gradient, relative to that of the mean gradient, below which differences are relative to this instead."""
 
+BACKEND: str | Callable[..., Any] = "inductor"
+"""The compiler, as `torch.compile` knows it."""
 NOISE = 0.05
 """Standard deviation of what is added to each weight for the comparison."""
 
@@ -65,12 +67,10 @@ class CompiledEvaluation:
     Args:
         potential: the model, on its device and in the mode (training or evaluation) in which it will be called; it must
             know its `cutoff`.
-        backend: of `torch.compile`.
     """
 
-    def __init__(self, potential: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    def __init__(self, potential: nn.Module) -> None:
         self.potential = potential
-        self.backend = backend
         self._functions: dict[tuple[str, ...], Callable[..., Any]] = {}
 
     def __call__(self, graph: Graph) -> BatchPrediction:
@@ -126,8 +126,8 @@ class CompiledEvaluation:
         example = Graph(**given)
         traced = trace(self.potential, pad(example, self._distinct(Sizes.of(example)), self._cutoff))
         # Random numbers are those of uncompiled code: the roll of each edge's frame, from the same generator.
-        options = {"fallback_random": True} if self.backend == "inductor" else None
-        return torch.compile(traced, fullgraph=True, dynamic=True, backend=self.backend, options=options)
+        options: dict[str, Any] | None = {"fallback_random": True} if BACKEND == "inductor" else None
+        return torch.compile(traced, fullgraph=True, dynamic=True, backend=BACKEND, options=options)
 
     def _distinct(self, own: Sizes) -> Sizes:
         """Sizes above those of a graph that no compiler takes for each other or for a width of the model."""
@@ -188,8 +188,8 @@ def _compiling() -> Iterator[None]:
             warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\..*")
             yield
     except TorchDynamoException as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise CannotCompile(lines[0] if lines else type(error).__name__) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise CannotCompile(" ".join(lines[:2]) or type(error).__name__) from error
 
 
 @contextlib.contextmanager
@@ -249,4 +249,3 @@ def _table(values: float, rows: list[tuple[str, float, float, float]], tolerance
     ]
     lines += [f"{name:{width}s}  {norm:10.3e}  {other:10.3e}  {ratio:10.1e}" for name, norm, other, ratio in worst]
     return "\n".join(lines)
-

@@ -111,7 +111,7 @@ class TrainingConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     validate_every: int = _key(500, "steps between validations; 0 = at the end only")
     early_stopping: int = _key(0, "validations without improvement before stopping; 0 = off")
-    compile: bool = _key(False, "compile the training step")
+    compile: Literal["false", "true"] = _key("false", "true: compile the training step, for minutes, then faster")
     oversized: Literal["batch", "error"] = _key(
         "batch", "a structure above batch_atoms or batch_edges: batch (one of its own, said once) | error", recipe=False
     )
@@ -372,8 +372,10 @@ def check(config: Config, command: Command) -> None:
     for key, table in (("rates", training.rates), ("group_weights", training.group_weights)):
         for name, factor in table.items():
             _demand(0 <= factor < float("inf"), f"training.{key}.{name}", "0 or more", factor)
-    if training.compile:
-        raise ValueError("training.compile=true is not in this version; leave it out.")
+    if training.compile != "false" and trainer.strategy == "fsdp":
+        raise ValueError(
+            "training.compile does not go with trainer.strategy=fsdp, whose weights are in slices; use ddp or zero1."
+        )
     if config.elements.add:
         raise ValueError(
             f"elements.add=[{','.join(config.elements.add)}] is not in this version; start from a preset that knows "
@@ -548,6 +550,8 @@ def _as(value: Any, hint: Any, key: str) -> Any:
     if origin is Literal:
         if value is None and "none" in args:
             return "none"
+        if isinstance(value, bool):  # as YAML reads the words
+            value = str(value).lower()
         if value not in args:
             near = difflib.get_close_matches(str(value), args, n=1)
             hint_text = f" Did you mean {near[0]!r}?" if near else ""

@@ -93,6 +93,18 @@ def from_first(function: Callable[[], T]) -> T:
     return value
 
 
+def first_alone(function: Callable[[], T]) -> T:
+    """Return what a function returns on this rank, called on the first rank before it is on the others.
+
+    What the first one leaves on disk the others find there. All ranks must call this; where it fails on any, all stop.
+
+    Raises:
+        SystemExit: where it failed on another rank, which raises its error.
+    """
+    result = from_first(function)
+    return together(lambda: result if rank() == 0 else function())
+
+
 def together(function: Callable[[], T]) -> T:
     """Return what a function returns on this rank; if it fails on any, no rank goes on. All ranks must call this.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -35,12 +36,14 @@ from torch import Tensor, nn
 
 import mlff
 from mlff import checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
+from mlff.compiled import CannotCompile, Comparison, CompiledEvaluation
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
+from mlff.data.batch import collate
 from mlff.derivatives import evaluate
 from mlff.distributed import quiet
 from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
-from mlff.graph import Graph, Targets
+from mlff.graph import BatchPrediction, Graph, Targets
 from mlff.loss import ErrorSums, differences, loss, loss_terms
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
@@ -77,6 +80,10 @@ class Training(pl.LightningModule):
         self.block_dtype: torch.dtype | None = None  # of the blocks' matrix products in training steps
         self.shared_out = False  # whether each rank has its own part of the optimiser's state
         self._terms: Callable[[Graph, Targets], Tensor] = self._loss_terms
+        # The method itself, not the module: see `mlff.sharding.shard`.
+        self._evaluate: Callable[[Graph], BatchPrediction] = functools.partial(
+            evaluate, potential.forward, create_graph=True
+        )
         self._plain: list[nn.Module] = []  # a copy to write from, once the weights are in slices; no part of the state
 
     @property
@@ -98,13 +105,46 @@ class Training(pl.LightningModule):
         return ranks.count() * loss(terms, self.config.loss, counts=whole[:, 1])
 
     def _loss_terms(self, graph: Graph, targets: Targets) -> Tensor:
-        # The method itself, not the module: see `mlff.sharding.shard`.
         with blocks_in(self.potential, self.block_dtype):
-            prediction = evaluate(self.potential.forward, graph, create_graph=True)
+            prediction = self._evaluate(graph)
         found = differences(prediction, targets, graph)
         terms = loss_terms(found, self.config.loss)
         self.train_errors.update(found, terms)
         return terms
+
+    def compile_steps(self, example: Graph) -> None:
+        """Have the steps to come run compiled code, if this installation can compile the model; all ranks must call it.
+
+        The first rank compiles before the others, which then find most of it done. Says how long it took, or why it
+        cannot be.
+
+        Args:
+            example: a small batch, on the device, on which compiled and uncompiled gradients are compared.
+
+        Raises:
+            GradientMismatch: they differ.
+        """
+        compiled = CompiledEvaluation(self.potential.train())
+
+        def prepare() -> tuple[Comparison | None, str]:
+            try:
+                with blocks_in(self.potential, self.block_dtype):
+                    return compiled.compare(example), ""
+            except CannotCompile as error:
+                return None, str(error)
+
+        say("Compiling the training step; the first time this takes minutes …")
+        began = time.monotonic()
+        found, why = ranks.first_alone(prepare)
+        if ranks.anywhere(found is None):
+            say(f"The training step cannot be compiled here, so it goes on without: {why or 'another rank failed.'}")
+            return
+        assert found is not None
+        self._evaluate = compiled
+        say(
+            f"Compiled in {time.monotonic() - began:.0f} s; of {len(self.trained)} gradients on a first batch none is "
+            f"further from uncompiled code than {found.gradients:.0e} of its norm."
+        )
 
     def shard(self) -> None:
         """Cut weights and averages into slices, one a rank; before optimisers are made."""
@@ -533,10 +573,24 @@ def fit(
     training.shared_out = config.trainer.strategy in ("zero1", "fsdp")
     loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
     with _precision(config.trainer.precision), quiet():
+        if config.training.compile == "true":
+            training.compile_steps(_few(train_loader.dataset).to(next(training.potential.parameters()).device))
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
         )
     return Outcome(loop.global_step, records.best_step, records.best_values, interrupt.asked)
+
+
+def _few(dataset: Any, atoms: int = 64) -> Graph:
+    """The first structures of a set as a batch: as many as have so many atoms together, at least one."""
+    graphs, total = [], 0
+    for place in range(len(dataset)):
+        graph, _ = dataset[place]
+        if graphs and total + graph.n_atoms > atoms:
+            break
+        graphs.append(graph)
+        total += graph.n_atoms
+    return collate(graphs)
 
 
 def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> pl.Trainer:

@@ -28,7 +28,7 @@ from test_scripts import write_structures
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
-from mlff import distributed, optim, ranks, sharding
+from mlff import compiled, distributed, optim, ranks, sharding
 from mlff.checkpoint import save
 from mlff.config import Config, TrainerConfig, TrainingConfig
 from mlff.data.batch import collate, collate_targets, loader
@@ -87,6 +87,7 @@ class Given:
 
     def __init__(self, batches):
         self.batches, self.batch_sampler, self.start, self.plan_of = batches, self, 0, {}
+        self.dataset = VALID
 
     def set_epoch(self, epoch):
         pass
@@ -261,6 +262,17 @@ def rank_few(folder: Path):
                 close(values, state[number], 1e-14)
 
 
+def rank_compiled(folder: Path):
+    """As `rank_work`, compiled; which compiler it is does not matter to the ranks."""
+    compiled.BACKEND = "aot_eager"
+    for strategy in ("ddp", "zero1"):
+        distributed.start(config(strategy).trainer)
+        batches = [join(batch[ranks.rank()]) for batch in parts()]
+        recipe = dataclasses.replace(RECIPE, compile="true", optimizer="hybridmuon")
+        module, _ = train(folder / strategy, strategy, 2, batches, recipe)
+        assert isinstance(module._evaluate, compiled.CompiledEvaluation)
+
+
 def rank_resume(folder: Path, resume: str):
     """Go on from the checkpoints of one rank."""
     for strategy in STRATEGIES:
@@ -340,6 +352,18 @@ def test_rt14_two_ranks_are_one(alone, two, strategy, optimizer):
         expected = [row[name] for row in rows[0]]
         assert [row[name] for row in rows[1]] == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
     assert load_file(folders[1] / "model.safetensors").keys() == potential().state_dict().keys()
+
+
+def test_rt14_two_ranks_compile(alone, tmp_path):
+    """One after the other, without waiting for each other's gradients; then they do what one rank does uncompiled."""
+    launch("rank_compiled", tmp_path, timeout=600)
+    for strategy in ("ddp", "zero1"):
+        folders = alone / "hybridmuon", tmp_path / strategy
+        for first, second in zip(*(torch.load(folder / "gradients-0.pt") for folder in folders), strict=True):
+            close(first, second, 1e-10)
+        ends = [last(folder) for folder in folders]
+        assert list(ends[0]["state_dict"]) == list(ends[1]["state_dict"])
+        close(ends[0]["state_dict"], ends[1]["state_dict"])
 
 
 def test_rt5_a_run_goes_on_on_another_number_of_ranks(alone, two, tmp_path):

@@ -1,0 +1,189 @@
+"""Compiled training steps: the gradients of uncompiled ones, at any size, from one compilation; or a clear end."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from ase.build import molecule
+from toy import PairPotential, molecules
+
+from mlff import compiled, training
+from mlff.atoms import graph_from_atoms
+from mlff.compiled import CannotCompile, CompiledEvaluation, GradientMismatch, trace
+from mlff.config import TrainingConfig, make_config
+from mlff.data.batch import collate
+from mlff.derivatives import evaluate
+from mlff.graph import Graph
+from mlff.runs import read_metrics
+from mlff.sezm.potential import SeZM
+from mlff.training import Training
+
+SIZES = Path(__file__).parents[2] / "shared" / "requirements" / "files" / "sizes_4_and_8.extxyz"
+BATCHES = (("H2O",), ("H",), ("CH4", "O", "C6H6"), ("CO2",) * 5)
+
+
+def batch(*names: str) -> Graph:
+    found = []
+    for seed, name in enumerate(names):
+        atoms = molecule(name)
+        atoms.rattle(0.05, seed=seed)
+        found.append(graph_from_atoms(atoms, 4.0))
+    return collate(found)
+
+
+def sezm(dtype: torch.dtype, **options) -> SeZM:
+    given = {"channels": 8, "n_radial": 4, "lmax": 1, "n_blocks": 1, "mixing_layers": 1, "rcut": 4.0, **options}
+    potential = SeZM.from_options(given, ["H", "C", "O"], seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    for value in potential.parameters():  # branches of a new model are zeros
+        value.data += 0.1 * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return potential.train()
+
+
+def gradients(prediction, potential: torch.nn.Module) -> list[torch.Tensor]:
+    """Of a loss on energies and forces."""
+    total = prediction.energy.sum() + torch.linalg.vector_norm(prediction.forces, dim=-1).sum()
+    return list(torch.autograd.grad(total, list(potential.parameters()), materialize_grads=True))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch):
+    """Choose a compiler and count how often it was called."""
+
+    def choose(backend: str):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        monkeypatch.setattr(compiled, "BACKEND", counter)
+        return counter
+
+    yield choose
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "aot_eager"), (torch.float32, "inductor")])
+def test_rt13_gradients_of_a_force_loss(dtype: torch.dtype, backend: str, counted) -> None:
+    """Every parameter's gradient, on batches of several sizes, an isolated atom among them; compiled once.
+
+    Random rolls of the edges' frames are left out: batches are padded, and so draw others.
+    """
+    counter = counted(backend)
+    potential = sezm(dtype, random_gamma=False)
+    step = CompiledEvaluation(potential)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    for names in BATCHES:
+        graph = batch(*names)
+        found = gradients(step(graph), potential)
+        expected = gradients(evaluate(potential, graph, create_graph=True), potential)
+        largest = max(float(gradient.norm()) for gradient in expected)
+        for one, other in zip(found, expected, strict=True):
+            # Gradients a thousandth of the others' are differences of larger numbers.
+            assert float((one - other).norm()) <= tolerance * max(float(other.norm()), 1e-3 * largest)
+    assert counter.frame_count == 1
+
+
+def test_rk10_one_compilation_for_all_sizes(counted) -> None:
+    """50 batches of 1 to 60 atoms, no settings left behind."""
+    settings = torch._dynamo.config.get_config_copy()
+    counter = counted("inductor")
+    potential = PairPotential(seed=3)
+    step = CompiledEvaluation(potential)
+    items = molecules(60, seed=1)
+    for number in range(50):
+        graph = collate([graph for graph, _ in items[number : number + 1 + number % 10]])
+        found = gradients(step(graph), potential)
+        expected = gradients(evaluate(potential, graph, create_graph=True), potential)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert counter.frame_count == 1
+    assert torch._dynamo.config.get_config_copy() == settings
+
+
+def test_a_comparison_leaves_weights_and_random_numbers(counted) -> None:
+    counted("aot_eager")
+    potential = PairPotential(seed=3)
+    before, state = copy.deepcopy(potential.state_dict()), torch.get_rng_state()
+    found = CompiledEvaluation(potential).compare(collate([graph for graph, _ in molecules(3)]))
+    assert found.gradients < 1e-6
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in potential.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_rt13_a_gradient_that_is_cut_off_is_found(counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the traces of some versions of PyTorch cut it: saved results detached from what they came from."""
+    counted("aot_eager")
+
+    def cut(potential: torch.nn.Module, graph: Graph):
+        traced = trace(potential, graph)
+        node = next(node for node in traced.graph.nodes if node.target is torch.ops.aten.tanh.default)
+        with traced.graph.inserting_after(node):
+            detached = traced.graph.call_function(torch.ops.aten.detach.default, (node,))
+        users = [user for user in node.users if user is not detached]
+        for user in users[1:]:  # the first one is the forward pass, the others are the derivative's
+            user.replace_input_with(node, detached)
+        assert len(users) > 1
+        traced.recompile()
+        return traced
+
+    monkeypatch.setattr(compiled, "trace", cut)
+    potential = PairPotential(seed=3)
+    with pytest.raises(GradientMismatch) as caught:
+        CompiledEvaluation(potential).compare(collate([graph for graph, _ in molecules(3)]))
+    lines = str(caught.value).splitlines()
+    assert "of 4 gradients differ by more than 0.001 of their norm" in lines[0]
+    assert "uncompiled" in lines[1] and {line.split()[0] for line in lines[2:]} == {"table", "first", "second", "bias"}
+
+
+def test_a_compiler_that_gives_up_is_no_end(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Said once; the steps go on as they were."""
+
+    def broken(*_):
+        raise RuntimeError("no compiler for this machine")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    module = Training(PairPotential(seed=3), TrainingConfig(compile="true"))
+    graph = collate([graph for graph, _ in molecules(3)])
+    module.compile_steps(graph)
+    said = capsys.readouterr().out
+    assert "cannot be compiled here, so it goes on without" in said and "no compiler for this machine" in said
+    assert not isinstance(module._evaluate, CompiledEvaluation)
+    with pytest.raises(CannotCompile):
+        CompiledEvaluation(PairPotential(seed=3)).compare(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SIZES.is_file(), reason="the requirements' files are not beside this checkout")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rt17_compiled_runs(precision: str, counted, tmp_path: Path, capsys) -> None:
+    """Structures of 4 and 8 atoms, one or two in a batch, 20 steps; the first loss is that of uncompiled code.
+
+    The compiler is the one that takes least time: `test_rt13_gradients_of_a_force_loss` has the real one.
+    """
+    counter = counted("aot_eager")
+    losses = []
+    for way in ("true", "false"):
+        keys = {"data.train": str(SIZES), "output": str(tmp_path / way), "trainer.accelerator": "cpu"}
+        keys |= {"trainer.precision": precision, "training.steps": 20, "training.batch_atoms": 12}
+        keys |= {"trainer.log_every": 1, "trainer.logger": "none", "training.compile": way == "true"}
+        keys |= {
+            "model.channels": 8,
+            "model.n_radial": 4,
+            "model.lmax": 1,
+            "model.n_blocks": 1,
+            "model.mixing_layers": 1,
+        }
+        training.run(make_config({"preset": "nano", "weights": "none", **keys}, "train"), "train")
+        rows = read_metrics(tmp_path / way / "metrics.csv")
+        losses.append([row["train_loss"] for row in rows if row["train_loss"] == row["train_loss"]])
+    assert len(losses[0]) == len(losses[1]) == 20
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)
+    assert counter.frame_count == 1
+    assert "Compiled in" in capsys.readouterr().out
