@@ -7,10 +7,12 @@ reference as it is, which PyTorch differentiates. In a graph, compiled or record
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -42,6 +44,17 @@ def plain(x: Tensor, elements: int) -> bool:
 def traced() -> bool:
     """Whether a compiler or a tracer follows this call, so that it must not depend on values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextlib.contextmanager
+def operators() -> Iterator[None]:
+    """Take operators for small tensors too, for a while: before a recording, whatever it will hold must have run."""
+    global SMALL
+    before, SMALL = SMALL, 0
+    try:
+        yield
+    finally:
+        SMALL = before
 
 
 @functools.cache

@@ -103,15 +103,24 @@ def environment() -> list[Any]:
         raise ValueError(str(error)) from error
 
 
-def strategy(machine: TrainerConfig) -> Any:
-    """Return the Lightning strategy of a run."""
+def strategy(machine: TrainerConfig, recorded: bool = False) -> Any:
+    """Return the Lightning strategy of a run; one whose gradients are recorded has them summed up by itself."""
     if machine.strategy == "auto" and machine.devices * machine.num_nodes == 1:
         return "auto"
     if machine.strategy == "fsdp":
         return FullySharded()
+    if recorded:
+        return Unwrapped()
     # Some parameters are unused in some batches: those of edges for an isolated atom, or the router of a single grid
     # branch in all. A parameter without a gradient on any rank keeps none, as on one. Buffers are constants.
     return DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
+
+
+class Unwrapped(DDPStrategy):
+    """DDP's processes around a module that brings its gradients together itself."""
+
+    def configure_ddp(self) -> None:
+        """Leave the model as it is."""
 
 
 class FullySharded(DDPStrategy):

@@ -51,11 +51,8 @@ def differences(prediction: BatchPrediction, targets: Targets, graph: Graph) -> 
     atoms = atoms.index_add(0, graph.structure, torch.ones_like(graph.positions[:, 0], dtype=torch.float64)).clamp_min(
         1
     )
-    volume = graph.volumes
-    has_energy = targets.energy.isfinite()
-    has_forces = targets.forces.isfinite().all(-1)
-    has_stress = targets.stress.isfinite().flatten(1).all(-1) & graph.pbc.all(-1) & (volume > 0)
-    virial = -volume[:, None, None] * targets.stress
+    has_energy, has_forces, has_stress = _known(targets, graph)
+    virial = -graph.volumes[:, None, None] * targets.stress
     weight = targets.weight.double()
     return Differences(
         energy=_difference(prediction.energy, targets.energy, has_energy) / atoms,
@@ -102,10 +99,24 @@ def loss(
     `counts`, where given, are the sums of weights by which the means are taken: those of a whole batch of which `terms`
     are a part, so that the parts' losses add up to the loss of the whole.
     """
-    weights = torch.tensor([config.energy, config.forces, config.stress], dtype=torch.float64, device=terms.device)
     sums, own = terms.unbind(-1)
     counts = own if counts is None else counts
-    return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
+    energy, forces, stress = (sums / torch.where(counts > 0, counts, 1.0)).unbind()
+    return config.energy * energy + config.forces * forces + config.stress * stress
+
+
+def label_counts(targets: Targets, graph: Graph) -> Float[Tensor, "3"]:
+    """Return the sums of weights of `loss_terms`, which do not depend on the prediction."""
+    known = _known(targets, graph)
+    weight = targets.weight.double()
+    atoms = weight.index_select(0, graph.structure)
+    return torch.stack([(weight * known[0]).sum(), (atoms * known[1]).sum(), (weight * known[2]).sum()])
+
+
+def _known(targets: Targets, graph: Graph) -> tuple[Bool[Tensor, "S"], Bool[Tensor, "A"], Bool[Tensor, "S"]]:
+    """Which structures have an energy, which atoms forces, which structures a stress."""
+    stress = targets.stress.isfinite().flatten(1).all(-1) & graph.pbc.all(-1) & (graph.volumes > 0)
+    return targets.energy.isfinite(), targets.forces.isfinite().all(-1), stress
 
 
 def _huber(x: Tensor, delta: float) -> Tensor:
@@ -141,28 +152,13 @@ class ErrorSums:
         self.config = config
         self._sums: Float[Tensor, "N"] | None = None
 
-    @torch.no_grad()
     def update(self, differences: Differences, terms: Float[Tensor, "3 2"] | None = None) -> None:
         """Add a batch; `terms` are those of `loss_terms`, when they are at hand."""
-        d = differences
-        if terms is None:
-            terms = loss_terms(d, self.config)
-        sums = torch.stack(
-            [
-                d.energy.abs().sum(),
-                d.energy.square().sum(),
-                d.has_energy.sum().double(),
-                d.forces.abs().sum(),
-                d.forces.square().sum(),
-                torch.linalg.vector_norm(d.forces, dim=-1).sum(),
-                d.has_forces.sum().double(),
-                d.stress.abs().sum(),
-                d.stress.square().sum(),
-                d.has_stress.sum().double(),
-            ]
-        )
-        sums = torch.cat([sums, terms.flatten()]).detach()
-        self._sums = sums if self._sums is None else self._sums + sums
+        self.add(error_sums(differences, loss_terms(differences, self.config) if terms is None else terms))
+
+    def add(self, sums: Float[Tensor, "16"]) -> None:
+        """Add the `error_sums` of a batch."""
+        self._sums = sums.clone() if self._sums is None else self._sums + sums
 
     def compute(self, alone: bool = False) -> dict[str, float]:
         """Return `loss` and the errors of ERROR_NAMES over all batches and ranks; NaN where there is no label.
@@ -193,6 +189,27 @@ class ErrorSums:
     def reset(self) -> None:
         """Forget all batches."""
         self._sums = None
+
+
+@torch.no_grad()
+def error_sums(differences: Differences, terms: Float[Tensor, "3 2"]) -> Float[Tensor, "16"]:
+    """Return what `ErrorSums` keeps of a batch: sums and counts of each error, then the terms of the loss."""
+    d = differences
+    sums = torch.stack(
+        [
+            d.energy.abs().sum(),
+            d.energy.square().sum(),
+            d.has_energy.sum().double(),
+            d.forces.abs().sum(),
+            d.forces.square().sum(),
+            torch.linalg.vector_norm(d.forces, dim=-1).sum(),
+            d.has_forces.sum().double(),
+            d.stress.abs().sum(),
+            d.stress.square().sum(),
+            d.has_stress.sum().double(),
+        ]
+    )
+    return torch.cat([sums, terms.detach().flatten()]).detach()
 
 
 def _ratio(total: float, count: float) -> float:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -317,6 +317,14 @@ class _Stack:
         sides = torch.tensor([max(shape[1:]) for shape in self.shapes for _ in range(shape[0])])
         self.scale = (MATCH_RMS * sides.double().sqrt()).to(**like)  # 0.18 √max(m, n), by matrix
         self.views = [self.view(self.gradient, place) for place in range(len(parameters))]
+        self._places: dict[tuple[int, ...], Tensor] = {}
+
+    def _rows_of(self, present: tuple[int, ...]) -> Int[Tensor, "R"]:
+        """The matrices of some parameters, on the device; kept, since a recorded step must not bring them there."""
+        if present not in self._places:
+            rows = torch.cat([torch.arange(*self.rows[place]) for place in present])
+            self._places[present] = rows.to(self.score.device)
+        return self._places[present]
 
     def fits(self) -> bool:
         """Whether the parameters are still where this batch is."""
@@ -342,13 +350,14 @@ class _Stack:
         if len(present) == len(self.parameters):
             update = self._update(self.gradient, self.momentum, self.score, group)
         else:  # a matrix without a gradient keeps its momentum and score, as it keeps its value
-            rows = torch.cat([torch.arange(*self.rows[place]) for place in present]).to(self.score.device)
+            rows = self._rows_of(tuple(present))
             momentum, score = self.momentum[rows], self.score[rows]
             update = torch.zeros_like(self.gradient)
             update[rows] = self._update(self.gradient[rows], momentum, score, group)
             self.momentum[rows], self.score[rows] = momentum, score
         update = update * (group["lr"] * self.scale)[:, None, None]
-        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+        kept = 1.0 - group["lr"] * group["weight_decay"]  # a tensor where the step is recorded
+        torch._foreach_mul_(parameters, kept.to(update.dtype) if isinstance(kept, Tensor) else kept)
         torch._foreach_sub_(parameters, [self.view(update, place) for place in present])
 
     def _update(self, gradient: Tensor, momentum: Tensor, score: Tensor, group: dict[str, Any]) -> Tensor:
@@ -520,14 +529,14 @@ class GradientGuard:
         if any(part is not whole for part, whole in zip(gradients, present, strict=True)):
             norms = ranks.total(norms.square()).sqrt()
         total = torch.linalg.vector_norm(norms)
-        broken = torch.zeros(len(parameters), dtype=torch.bool, device=total.device)
-        if len(gradients) == len(parameters):
-            broken = ~norms.isfinite()
-        else:
-            places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
-            broken[torch.tensor(places, device=total.device)] = ~norms.isfinite()
-        before = self._broken
-        self._broken = broken if before is None else torch.where(before.any(), before, broken)
+        if self._broken is None:
+            self._broken = torch.zeros(len(parameters), dtype=torch.bool, device=total.device)
+        broken = ~norms.isfinite()
+        if len(gradients) < len(parameters):
+            found, none = iter(broken.unbind()), torch.zeros((), dtype=torch.bool, device=total.device)
+            broken = torch.stack([none if parameter.grad is None else next(found) for parameter in parameters])
+        # In place, since a recorded step always looks at the same tensor; only the first accident is kept.
+        self._broken.copy_(torch.where(self._broken.any(), self._broken, broken))
         if self.limit > 0:
             factor = (self.limit / total.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
             for dtype in {gradient.dtype for gradient in gradients}:

@@ -44,7 +44,8 @@ from mlff.distributed import quiet
 from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import BatchPrediction, Graph, Targets
-from mlff.loss import ErrorSums, differences, loss, loss_terms
+from mlff.loss import ErrorSums, differences, error_sums, label_counts, loss, loss_terms
+from mlff.recorded import Record, RecordedSteps, cuda_record
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
 
@@ -76,7 +77,7 @@ class Training(pl.LightningModule):
         self.valid_errors = ErrorSums(config.loss)
         self.valid_values: dict[str, float] = {}
         self.batches: EndlessBatches | None = None
-        self.last_loss: Tensor | None = None  # of the whole batch
+        self.last_terms: Tensor | None = None  # of the loss, for the whole batch
         self.block_dtype: torch.dtype | None = None  # of the blocks' matrix products in training steps
         self.shared_out = False  # whether each rank has its own part of the optimiser's state
         self._terms: Callable[[Graph, Targets], Tensor] = self._loss_terms
@@ -84,6 +85,8 @@ class Training(pl.LightningModule):
         self._evaluate: Callable[[Graph], BatchPrediction] = functools.partial(
             evaluate, potential.forward, create_graph=True
         )
+        self._recorded: RecordedSteps | None = None
+        self._batch: Batch
         self._plain: list[nn.Module] = []  # a copy to write from, once the weights are in slices; no part of the state
 
     @property
@@ -92,25 +95,57 @@ class Training(pl.LightningModule):
         return self.potential if self.averaged is None else self.averaged
 
     @property
+    def last_loss(self) -> float:
+        """The loss of the last batch; waits for the device."""
+        return math.nan if self.last_terms is None else float(loss(self.last_terms, self.config.loss))
+
+    @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """Names and values of the parameters that training moves."""
         return [(name, value) for name, value in self.potential.named_parameters() if value.requires_grad]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return this rank's share of the loss of a batch; its mean over the ranks is the loss."""
+        if self._recorded is not None:
+            self._batch = batch
+            return batch[0].positions.new_zeros(())  # gradient and loss come with the recording, in `backward`
         terms = self._terms(*batch)
-        whole = ranks.total(terms.detach())
-        self.last_loss = loss(whole, self.config.loss)
+        self.last_terms = ranks.total(terms.detach())
         # The strategies average gradients over the ranks: the share is multiplied by their number.
-        return ranks.count() * loss(terms, self.config.loss, counts=whole[:, 1])
+        return ranks.count() * loss(terms, self.config.loss, counts=self.last_terms[:, 1])
 
     def _loss_terms(self, graph: Graph, targets: Targets) -> Tensor:
+        terms, sums = self._terms_and_errors(graph, targets)
+        self.train_errors.add(sums)
+        return terms
+
+    def _terms_and_errors(self, graph: Graph, targets: Targets) -> tuple[Tensor, Tensor]:
         with blocks_in(self.potential, self.block_dtype):
             prediction = self._evaluate(graph)
         found = differences(prediction, targets, graph)
         terms = loss_terms(found, self.config.loss)
-        self.train_errors.update(found, terms)
-        return terms
+        return terms, error_sums(found, terms)
+
+    def backward(self, loss: Tensor, *arguments: Any, **keys: Any) -> None:
+        """Take the gradient of the batch that `training_step` was given."""
+        if self._recorded is None:
+            super().backward(loss, *arguments, **keys)
+            return
+        graph, targets = self._batch
+        counts = ranks.total(label_counts(targets, graph)) if ranks.count() > 1 else None
+        terms, sums = self._recorded.add(graph, targets, counts)
+        self.train_errors.add(sums)
+        self.last_terms = ranks.total(terms.clone())
+
+    def _share(self, graph: Graph, targets: Targets, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch's share of the loss of an optimiser step, its terms, and its errors."""
+        terms, sums = self._terms_and_errors(graph, targets)
+        return loss(terms, self.config.loss, counts) / self.config.accumulate, terms, sums
+
+    def record_steps(self, record: Record) -> None:
+        """Have the steps to come recorded, each size of a batch when it comes for the second time."""
+        cutoff: Any = self.potential.cutoff
+        self._recorded = RecordedSteps(self._share, [value for _, value in self.trained], float(cutoff), record)
 
     def compile_steps(self, example: Graph) -> None:
         """Have the steps to come run compiled code, if this installation can compile the model; all ranks must call it.
@@ -178,9 +213,32 @@ class Training(pl.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Move the weights at the learning rate of this step, then their average."""
         optim.set_learning_rate(optimizer, self.trainer.global_step, self.config)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self._recorded is None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            self._update_average()
+            return
+        optimizer_closure()
+        for flat in self._recorded.flat.values():
+            flat.copy_(ranks.total(flat))
+        if self.shared_out:  # the optimiser talks to other ranks, through the host
+            self.configure_gradient_clipping(optimizer)
+            optimizer.optimizer.step()
+            self._update_average()
+        else:
+            self._recorded.update(
+                optimizer.optimizer, lambda: self.configure_gradient_clipping(optimizer), self._update_average
+            )
+
+    def _update_average(self) -> None:
         if self.average is not None:
             self.average.update(self.potential)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Forget the gradients of the last step; those of recordings stay where they are."""
+        if self._recorded is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        else:
+            self._recorded.zero()
 
     def on_validation_epoch_start(self) -> None:
         """Forget the last validation."""
@@ -217,6 +275,8 @@ class Training(pl.LightningModule):
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Move a batch; labels and positions stay float64."""
+        if self._recorded is not None and self.trainer.training:
+            batch = self._recorded.fill(*batch)
         graph, targets = batch
         return graph.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
@@ -473,11 +533,8 @@ class Progress(Callback):
         self._shown = now
         done = trainer.global_step - self._first_step
         left = (now - self._start) / max(1, done) * (self.steps - trainer.global_step)
-        loss_now = float(module.last_loss) if module.last_loss is not None else math.nan
-        self._show(
-            trainer,
-            f"step {trainer.global_step}/{self.steps}  loss {loss_now:.4g}{self._valid}  {_duration(left)} left",
-        )
+        shown = f"loss {module.last_loss:.4g}{self._valid}  {_duration(left)} left"
+        self._show(trainer, f"step {trainer.global_step}/{self.steps}  {shown}")
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         """Show the errors of the validation, on a line that stays."""
@@ -575,6 +632,8 @@ def fit(
     with _precision(config.trainer.precision), quiet():
         if config.training.compile == "true":
             training.compile_steps(_few(train_loader.dataset).to(next(training.potential.parameters()).device))
+        if config.training.compile == "graphs":
+            training.record_steps(cuda_record())
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
         )
@@ -603,7 +662,7 @@ def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> p
             accelerator=distributed.accelerator(machine),
             devices=machine.devices,
             num_nodes=machine.num_nodes,
-            strategy=distributed.strategy(machine),
+            strategy=distributed.strategy(machine, recorded=training.compile == "graphs"),
             plugins=distributed.environment(),
             max_steps=training.steps,
             max_epochs=1,
@@ -715,6 +774,8 @@ def run(config: Config, command: Command = "finetune") -> Path:
     if last is not None:
         config = ranks.together(lambda: continued(config, folder, command))
     device = _device(config.trainer.accelerator)
+    if config.training.compile == "graphs" and device.type != "cuda":
+        raise ValueError("training.compile=graphs records the work of a GPU; this run has none. Leave it out.")
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
     ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))

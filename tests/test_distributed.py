@@ -24,11 +24,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_loss import prediction_off_by
+from test_recorded import played
 from test_scripts import write_structures
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
-from mlff import compiled, distributed, optim, ranks, sharding
+from mlff import compiled, distributed, optim, ranks, sharding, training
 from mlff.checkpoint import save
 from mlff.config import Config, TrainerConfig, TrainingConfig
 from mlff.data.batch import collate, collate_targets, loader
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.slow  # each starts processes of its own
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("ddp", "zero1", "fsdp")
+COMPILED = {"ddp": ("true", "graphs"), "zero1": ("graphs",)}  # to compile once more takes half a minute
 OPTIONS = {"channels": 8, "n_radial": 4, "n_blocks": 1, "mixing_layers": 1, "lmax": 1, "random_gamma": False}
 RECIPE = TrainingConfig(
     steps=4, learning_rate=0.01, warmup=0, schedule="constant", ema=0.5, validate_every=2, batch_edges=0
@@ -263,14 +265,16 @@ def rank_few(folder: Path):
 
 
 def rank_compiled(folder: Path):
-    """As `rank_work`, compiled; which compiler it is does not matter to the ranks."""
+    """As `rank_work`, compiled, and recorded; which compiler it is does not matter to the ranks."""
     compiled.BACKEND = "aot_eager"
-    for strategy in ("ddp", "zero1"):
-        distributed.start(config(strategy).trainer)
-        batches = [join(batch[ranks.rank()]) for batch in parts()]
-        recipe = dataclasses.replace(RECIPE, compile="true", optimizer="hybridmuon")
-        module, _ = train(folder / strategy, strategy, 2, batches, recipe)
-        assert isinstance(module._evaluate, compiled.CompiledEvaluation)
+    training.cuda_record = lambda: played
+    for strategy, ways in COMPILED.items():
+        for way in ways:
+            distributed.start(config(strategy).trainer)
+            batches = [join(batch[ranks.rank()]) for batch in parts()]
+            recipe = dataclasses.replace(RECIPE, compile=way, optimizer="hybridmuon")
+            module, _ = train(folder / strategy / way, strategy, 2, batches, recipe)
+            assert isinstance(module._evaluate, compiled.CompiledEvaluation) == (way == "true")
 
 
 def rank_resume(folder: Path, resume: str):
@@ -355,15 +359,25 @@ def test_rt14_two_ranks_are_one(alone, two, strategy, optimizer):
 
 
 def test_rt14_two_ranks_compile(alone, tmp_path):
-    """One after the other, without waiting for each other's gradients; then they do what one rank does uncompiled."""
+    """One after the other, without waiting for each other's gradients; then they do what one rank does uncompiled.
+
+    Recorded steps too, whose learning rate is a float32: see `test_recorded`.
+    """
     launch("rank_compiled", tmp_path, timeout=600)
-    for strategy in ("ddp", "zero1"):
-        folders = alone / "hybridmuon", tmp_path / strategy
-        for first, second in zip(*(torch.load(folder / "gradients-0.pt") for folder in folders), strict=True):
-            close(first, second, 1e-10)
-        ends = [last(folder) for folder in folders]
-        assert list(ends[0]["state_dict"]) == list(ends[1]["state_dict"])
-        close(ends[0]["state_dict"], ends[1]["state_dict"])
+    for strategy, ways in COMPILED.items():
+        for way in ways:
+            tolerance = TOLERANCE if way == "true" else 1e-5
+            folders = alone / "hybridmuon", tmp_path / strategy / way
+            ends = [last(folder) for folder in folders]
+            assert list(ends[0]["state_dict"]) == list(ends[1]["state_dict"])
+            close(ends[0]["state_dict"], ends[1]["state_dict"], tolerance)
+            rows = [read_metrics(folder / "metrics.csv") for folder in folders]
+            for name in ("step", "train_loss", "train_forces_mae", "valid_loss"):
+                expected = [row[name] for row in rows[0]]
+                assert [row[name] for row in rows[1]] == pytest.approx(expected, rel=tolerance, nan_ok=True)
+            if way == "true":
+                for first, second in zip(*(torch.load(folder / "gradients-0.pt") for folder in folders), strict=True):
+                    close(first, second, 1e-10)
 
 
 def test_rt5_a_run_goes_on_on_another_number_of_ranks(alone, two, tmp_path):
