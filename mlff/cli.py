@@ -1,4 +1,4 @@
-"""The command `mlff`: finetune, train, evaluate, presets, launches. Keys are given as key=value; there are no flags."""
+"""The command `mlff` and its sub-commands. Keys are given as key=value; there are no flags."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _COMMANDS = {
     "evaluate": "errors on labelled structures: mlff evaluate weights=runs/x/model.safetensors data.test=test.xyz",
     "presets": "list the presets",
     "launches": "how kernels are cut on a GPU that need not be there: mlff launches preset=pro arch=sm_80,sm_120",
+    "benchmark": "time training steps and forces on this machine: mlff benchmark preset=mini",
 }
 
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "evaluate": evaluate,
         "presets": list_presets,
         "launches": list_launches,
+        "benchmark": benchmark,
     }
     if name not in actions:
         return _mistake(f"there is no command {name!r}; the commands are {', '.join(_COMMANDS)}.")
@@ -140,6 +142,24 @@ def list_launches(arguments: Sequence[str] = ()) -> int:
         print(launches.HEADER, flush=True)
         for row in launches.rows(names, capabilities):
             print(launches.line(row), flush=True)
+
+    return _guarded(action)
+
+
+def benchmark(arguments: Sequence[str] = ()) -> int:
+    """Print how long training steps and forces take on this machine."""
+
+    def action() -> None:
+        from mlff import benchmark as measured
+
+        if any(word in ("-h", "--help", "help") for word in arguments):
+            print("usage: mlff benchmark key=value …\n")
+            print("\n".join(f"  {key:12s} {default:18s} {text}" for key, (default, text) in measured.KEYS.items()))
+            return
+        cases = measured.cases({key: value for key, _, value in (word.partition("=") for word in arguments)})
+        print(measured.HEADER, flush=True)
+        for config, atoms in cases:
+            print(measured.line(config, atoms), flush=True)
 
     return _guarded(action)
 

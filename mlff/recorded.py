@@ -45,6 +45,12 @@ class RecordingMismatch(RuntimeError):
     """A recording has other gradients than what it is a recording of."""
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if nothing can be recorded on a device."""
+    if device.type != "cuda":
+        raise ValueError("training.compile=graphs records the work of a GPU; this run has none. Leave it out.")
+
+
 def cuda_record() -> Record:
     """Return what records on the current GPU; all its recordings share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()

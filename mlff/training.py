@@ -45,7 +45,7 @@ from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import BatchPrediction, Graph, Targets
 from mlff.loss import ErrorSums, differences, error_sums, label_counts, loss, loss_terms
-from mlff.recorded import Record, RecordedSteps, cuda_record
+from mlff.recorded import Record, RecordedSteps, check_device, cuda_record
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
 
@@ -774,8 +774,8 @@ def run(config: Config, command: Command = "finetune") -> Path:
     if last is not None:
         config = ranks.together(lambda: continued(config, folder, command))
     device = _device(config.trainer.accelerator)
-    if config.training.compile == "graphs" and device.type != "cuda":
-        raise ValueError("training.compile=graphs records the work of a GPU; this run has none. Leave it out.")
+    if config.training.compile == "graphs":
+        check_device(device)
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
     ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))

@@ -448,6 +448,24 @@ def test_every_symbol_may_be_an_element():
     assert read_config(words).model.elements == symbols
 
 
+def test_benchmark_prints_a_table(capsys):
+    """Training steps and forces of each combination; without a GPU no memory, and no graphs unless asked for."""
+    words = ["preset=nano", "atoms=6", "precision=fp32,bf16", "compile=false", "steps=2", "accelerator=cpu"]
+    assert cli.main(["benchmark", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    assert cells[:2] == ["nano", "6"] and cells[3:5] == ["fp32", "false"] and cells[6] == "-"
+    assert int(cells[2]) > 0 and all(float(cells[place]) > 0 for place in (5, 7, 8))
+    for words, text in (
+        (["atom=3"], "mlff benchmark takes preset, atoms, precision, compile, steps, accelerator; got 'atom'."),
+        (["atoms=few"], "atoms must be whole numbers above 0, comma-separated; got 'few'."),
+        (["compile=graphs", "accelerator=cpu"], "training.compile=graphs records the work of a GPU"),
+    ):
+        assert cli.main(["benchmark", *words]) == 2
+        assert text in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_first_command_of_the_readme(tmp_path):
     """Fine-tuning on the embedded data with the smallest preset and no keys: ends, and the errors went down."""
