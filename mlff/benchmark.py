@@ -28,7 +28,7 @@ from mlff.config import Config, TrainingConfig, make_config, preset_options
 from mlff.data.batch import collate, collate_targets
 from mlff.derivatives import evaluate
 from mlff.graph import Graph, Targets
-from mlff.recorded import check_device
+from mlff.recorded import RECORDED, check_device
 from mlff.sezm.potential import SeZM
 from mlff.training import Training, fit
 
@@ -40,7 +40,7 @@ KEYS = {
     "preset": ("mini", "presets, comma-separated"),
     "atoms": ("300,1500", "atoms in a batch"),
     "precision": ("fp32,bf16", "fp32 | tf32 | bf16"),
-    "compile": ("false,true,graphs", "false | true | graphs (where there is a GPU)"),
+    "compile": ("false,true,graphs,both", "false | true | graphs | both; the last two where there is a GPU"),
     "steps": ("20", "steps that are timed"),
     "accelerator": ("auto", "auto | cpu | gpu"),
 }
@@ -75,8 +75,8 @@ def cases(given: Mapping[str, str]) -> list[tuple[Config, int]]:
     values = {key: given.get(key, default).split(",") for key, (default, _) in KEYS.items()}
     device = _device(values["accelerator"][0])
     if "compile" not in given and device.type != "cuda":
-        values["compile"].remove("graphs")
-    if "graphs" in values["compile"]:
+        values["compile"] = [way for way in values["compile"] if way not in RECORDED]
+    if set(RECORDED) & set(values["compile"]):
         check_device(device)
     (steps,) = (_number("steps", text) for text in values["steps"])
     found = []

@@ -80,7 +80,8 @@ class CompiledEvaluation:
             CannotCompile: the compiler gave up.
         """
         own = Sizes.of(graph)
-        # At least two of everything, also of an isolated atom.
+        if min(dataclasses.astuple(own)) > 1:
+            return self._padded(graph)
         sizes = Sizes(own.atoms + 2, own.edges + 2, own.structures + 1)
         return unpad(self._padded(pad(graph, sizes, self._cutoff)), own)
 

@@ -111,8 +111,8 @@ class TrainingConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     validate_every: int = _key(500, "steps between validations; 0 = at the end only")
     early_stopping: int = _key(0, "validations without improvement before stopping; 0 = off")
-    compile: Literal["false", "true", "graphs"] = _key(
-        "false", "true: compile the training step, for minutes, then faster | graphs: record it as CUDA graphs"
+    compile: Literal["false", "true", "graphs", "both"] = _key(
+        "false", "true: compile the training step, for minutes, then faster | graphs: record it as CUDA graphs | both"
     )
     oversized: Literal["batch", "error"] = _key(
         "batch", "a structure above batch_atoms or batch_edges: batch (one of its own, said once) | error", recipe=False

@@ -34,6 +34,8 @@ Function = Callable[[], tuple[Tensor, ...]]
 # Records a function: returns what replays it, and the tensors that then hold its results.
 Record = Callable[[Function], tuple[Callable[[], None], Sequence[Tensor]]]
 
+RECORDED = ("graphs", "both")
+"""Values of `training.compile` with which steps are recorded: what PyTorch runs, or what its compiler made of it."""
 TOLERANCE = 1e-3
 """Largest difference between recorded and unrecorded gradients, relative to their norm: they are the same kernels, and
 differ by the order in which sums over neighbours are taken on a GPU."""
@@ -48,7 +50,7 @@ class RecordingMismatch(RuntimeError):
 def check_device(device: torch.device) -> None:
     """Raise ValueError if nothing can be recorded on a device."""
     if device.type != "cuda":
-        raise ValueError("training.compile=graphs records the work of a GPU; this run has none. Leave it out.")
+        raise ValueError("training.compile=graphs or both records the work of a GPU; this run has none. Leave it out.")
 
 
 def cuda_record() -> Record:
@@ -245,7 +247,7 @@ class RecordedSteps:
             if not difference <= TOLERANCE * max(norm, 1e-30):
                 raise RecordingMismatch(
                     f"A recorded training step is not the step it was made from: gradients differ by {difference:.2e}, "
-                    f"their norm is {norm:.2e}. Train without training.compile=graphs, and tell us of torch "
+                    f"their norm is {norm:.2e}. Train without recording, and tell us of torch "
                     f"{torch.__version__}."
                 )
 

@@ -45,7 +45,7 @@ from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import BatchPrediction, Graph, Targets
 from mlff.loss import ErrorSums, differences, error_sums, label_counts, loss, loss_terms
-from mlff.recorded import Record, RecordedSteps, check_device, cuda_record
+from mlff.recorded import RECORDED, Record, RecordedSteps, check_device, cuda_record
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
 
@@ -630,9 +630,9 @@ def fit(
     training.shared_out = config.trainer.strategy in ("zero1", "fsdp")
     loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
     with _precision(config.trainer.precision), quiet():
-        if config.training.compile == "true":
+        if config.training.compile in ("true", "both"):
             training.compile_steps(_few(train_loader.dataset).to(next(training.potential.parameters()).device))
-        if config.training.compile == "graphs":
+        if config.training.compile in RECORDED:
             training.record_steps(cuda_record())
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
@@ -662,7 +662,7 @@ def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> p
             accelerator=distributed.accelerator(machine),
             devices=machine.devices,
             num_nodes=machine.num_nodes,
-            strategy=distributed.strategy(machine, recorded=training.compile == "graphs"),
+            strategy=distributed.strategy(machine, recorded=training.compile in RECORDED),
             plugins=distributed.environment(),
             max_steps=training.steps,
             max_epochs=1,
@@ -774,7 +774,7 @@ def run(config: Config, command: Command = "finetune") -> Path:
     if last is not None:
         config = ranks.together(lambda: continued(config, folder, command))
     device = _device(config.trainer.accelerator)
-    if config.training.compile == "graphs":
+    if config.training.compile in RECORDED:
         check_device(device)
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)

@@ -14,7 +14,7 @@ import torch
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
-from mlff import training
+from mlff import compiled, training
 from mlff.config import Config, TrainerConfig, TrainingConfig, make_config
 from mlff.data.batch import loader
 from mlff.padding import Sizes
@@ -126,6 +126,20 @@ def test_recorded_steps_of_the_model(tmp_path: Path, on_cpu) -> None:
     assert len(recorded._recorded._batches) >= 1
 
 
+def test_compiled_steps_are_recorded_too(tmp_path: Path, on_cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`both`: the recording holds compiled code."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    recipe = dataclasses.replace(RECIPE, steps=6, validate_every=0)
+    plain = train(tmp_path / "plain", PairPotential(seed=1, dtype=torch.float64), recipe)
+    both = train(
+        tmp_path / "both", PairPotential(seed=1, dtype=torch.float64), dataclasses.replace(recipe, compile="both")
+    )
+    assert isinstance(both._evaluate, compiled.CompiledEvaluation) and len(both._recorded._batches) >= 1
+    for one, other in zip(plain.weights[-1], both.weights[-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_a_recorded_run_goes_on_unrecorded(tmp_path: Path, on_cpu) -> None:
     """A checkpoint of one is a checkpoint of the other, learning rates included."""
     recipe = dataclasses.replace(RECIPE, steps=6, validate_every=6, schedule="constant")
@@ -195,7 +209,9 @@ def test_batches_take_few_sizes() -> None:
 def test_without_a_gpu_graphs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     keys = {"preset": "nano", "training.compile": "graphs", "output": str(tmp_path / "run")}
-    with pytest.raises(ValueError, match="training.compile=graphs records the work of a GPU; this run has none"):
+    with pytest.raises(
+        ValueError, match="training.compile=graphs or both records the work of a GPU"
+    ):
         training.run(make_config(keys))
 
 
