@@ -167,7 +167,8 @@ class GridNet(nn.Module):
         scalar_branch = swiglu_packed(scalars, "gate_up")
         if frames > 1:
             scalar_branch = functional.pad(scalar_branch, (0, (frames - 1) * channels))
-        out = torch.cat((product[:, :1] + scalar_branch.unsqueeze(1), product[:, 1:]), 1)
+        first, rest = product.split([1, product.shape[1] - 1], 1)
+        out = torch.cat((first + scalar_branch.unsqueeze(1), rest), 1)
         if self.expands:
             out = self.frame_contract(out)
         return out if self.residual_scale is None else out * self.residual_scale

@@ -166,7 +166,8 @@ class GatedActivation(Tables):
         self, x: Float[Tensor, "N R F C"], gate_input: Float[Tensor, "N F C"] | None = None
     ) -> Float[Tensor, "N R F C"]:
         """Return the activated rows. With `gate_input` (a GLU) the scalars are x_0 act(gate_input) instead."""
-        scalars = x[:, 0]
+        scalars, rest = x.split([1, x.shape[1] - 1], 1)
+        scalars = scalars.squeeze(1)
         if gate_input is None:
             first = ACTIVATION[self.activation](scalars)
         else:
@@ -175,5 +176,5 @@ class GatedActivation(Tables):
             return first.unsqueeze(1)
         gates = torch.sigmoid(self.gate_linear(scalars if gate_input is None else gate_input))
         gates = gates.unflatten(-1, (self.degree, self.channels)).movedim(-2, 1)  # [N, L, F, C]
-        rest = x[:, 1:] * gates.index_select(1, self.get_buffer("gate_of_row"))
+        rest = rest * gates.index_select(1, self.get_buffer("gate_of_row"))
         return torch.cat((first.unsqueeze(1), rest), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mlff.sezm.harmonics import packed_degrees, reduced_layout
 from mlff.sezm.linear import routed
@@ -47,10 +48,11 @@ class EquivariantRMSNorm(Tables):
 
     def forward(self, x: Float[Tensor, "N R *f C"]) -> Float[Tensor, "N R *f C"]:
         """Return the normalised rows."""
-        scalars = x[:, :1] - x[:, :1].mean(-1, keepdim=True)
-        x = torch.cat((scalars, x[:, 1:]), 1)
+        scalars, rest = x.split([1, x.shape[1] - 1], 1)
+        x = torch.cat((scalars - scalars.mean(-1, keepdim=True), rest), 1)
         # One variance for each leading index: [N, R, *, C] -> [N, 1, *, 1].
         variance = torch.einsum("nr...,r->n...", x.square().sum(-1), self.get_buffer("balance"))
         inverse = (variance + self.eps).rsqrt().unsqueeze(1).unsqueeze(-1)
-        y = x * inverse * self.scale.index_select(0, self.get_buffer("row_degrees"))
-        return torch.cat((y[:, :1] + self.bias, y[:, 1:]), 1)
+        scale = self.scale.index_select(0, self.get_buffer("row_degrees"))
+        bias = functional.pad(self.bias.unsqueeze(0), (0, 0) * self.bias.dim() + (0, x.shape[1] - 1))
+        return torch.addcmul(bias, x * inverse, scale)

@@ -53,18 +53,17 @@ class SO2Linear(nn.Module):
         self, x: Float[Tensor, "E R F C"], bias_strength: Float[Tensor, "E F O"] | None = None
     ) -> Float[Tensor, "E R F O"]:
         """Return the mixed rows; `bias_strength` multiplies the bias of l = 0."""
-        start, pieces = 0, []
-        for m in range(self.order + 1):
-            rows = self.degree + 1 - m
-            span = rows if m == 0 else 2 * rows
-            part = x[:, start : start + span].movedim(2, 0).flatten(2)  # [F, E, span C]
+        spans = [(self.degree + 1 - m) * (1 if m == 0 else 2) for m in range(self.order + 1)]
+        pieces = []
+        # Parts by a split, whose derivative is one concatenation; that of a slice is a tensor of zeros for each.
+        for m, (span, part) in enumerate(zip(spans, x.split(spans, 1), strict=True)):
             if m == 0:
                 weight = self.weight_m0.movedim(1, 0)
             else:
                 u, v = self.weight_m[m - 1].movedim(1, 0).chunk(2, -1)
                 weight = torch.cat((torch.cat((u, v), 2), torch.cat((-v, u), 2)), 1)
-            pieces.append((part @ weight).unflatten(-1, (span, self.width_out)))  # [F, E, span, O]
-            start += span
+            rows = part.movedim(2, 0).flatten(2)  # [F, E, span C]
+            pieces.append((rows @ weight).unflatten(-1, (span, self.width_out)))  # [F, E, span, O]
         y = torch.cat(pieces, 2).permute(1, 2, 0, 3)
         if self.bias is None:
             return y
@@ -99,25 +98,26 @@ class DegreeMixer(nn.Module):
     def forward(self, x: Float[Tensor, "E R C"], features: Float[Tensor, "E L C"]) -> Float[Tensor, "E R C"]:
         """Return the mixed rows; `features` are the degrees' radial features."""
         kernel = (features.flatten(1) @ self.weight).unflatten(-1, (self.entries, self.per_entry))
-        row, entry, pieces = 0, 0, []
-        for m in range(self.order + 1):
-            n = self.degree + 1 - m
-            part = kernel[:, entry : entry + n * n].unflatten(1, (n, n))  # [E, in, out, r]
-            signs = 1 if m == 0 else 2
-            for _ in range(signs):  # the same kernel serves -m and +m
-                rows = x[:, row : row + n]
-                if self.by_channel:
-                    mixed = (part * rows.unsqueeze(2)).sum(1)
-                else:
-                    turned = part.permute(0, 3, 2, 1).flatten(1, 2)  # [E, r out, in]
-                    mixed = torch.bmm(turned, rows).unflatten(1, (self.per_entry, n))  # [E, r, out, C]
+        sizes = [self.degree + 1 - m for m in range(self.order + 1)]
+        parts = kernel.split([n * n for n in sizes], 1)
+        rows = x.split([n for m, n in enumerate(sizes) for _ in range(1 if m == 0 else 2)], 1)
+        pieces = []
+        for place, piece in enumerate(rows):  # m = 0, -1, +1, -2, …: the same kernel serves -m and +m
+            m = (place + 1) // 2
+            part = parts[m].unflatten(1, (sizes[m], sizes[m]))  # [E, in, out, r]
+            if self.by_channel:
+                mixed = (part * piece.unsqueeze(2)).sum(1)
+            else:
+                turned = part.permute(0, 3, 2, 1).flatten(1, 2)  # [E, r out, in]
+                mixed = torch.bmm(turned, piece)
+                if self.per_entry > 1:
+                    mixed = mixed.unflatten(1, (self.per_entry, sizes[m]))  # [E, r, out, C]
                     if self.channel_basis is not None:
                         mixed = mixed * self.channel_basis[:, None, :]
-                    mixed = mixed.sum(1) if self.per_entry > 1 else mixed.squeeze(1)
-                pieces.append(mixed)
-                row += n
-            entry += n * n
-        return torch.cat(pieces, 1)
+                    mixed = mixed.sum(1)
+            pieces.append(mixed)
+        mixed = torch.cat(pieces, 1)
+        return mixed * self.channel_basis if self.channel_basis is not None and self.per_entry == 1 else mixed
 
 
 class SO2Stack(nn.Module):
