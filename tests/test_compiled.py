@@ -16,7 +16,7 @@ from toy import PairPotential, molecules
 from mlff import compiled, training
 from mlff.atoms import graph_from_atoms
 from mlff.compiled import CannotCompile, CompiledEvaluation, GradientMismatch, trace
-from mlff.config import TrainingConfig, make_config
+from mlff.config import TrainingConfig, make_config, preset_options
 from mlff.data.batch import collate
 from mlff.derivatives import evaluate
 from mlff.graph import Graph
@@ -66,25 +66,47 @@ def counted(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
 
 
+def check_gradients(potential: torch.nn.Module, step, graph: Graph, tolerance: float) -> None:
+    """Every parameter's gradient; one a thousandth of the largest is a difference of larger numbers."""
+    found = gradients(step(graph), potential)
+    expected = gradients(evaluate(potential, graph, create_graph=True), potential)
+    largest = max(float(gradient.norm()) for gradient in expected)
+    for (name, _), one, other in zip(potential.named_parameters(), found, expected, strict=True):
+        assert float((one - other).norm()) <= tolerance * max(float(other.norm()), 1e-3 * largest), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "aot_eager"), (torch.float32, "inductor")])
 def test_rt13_gradients_of_a_force_loss(dtype: torch.dtype, backend: str, counted) -> None:
-    """Every parameter's gradient, on batches of several sizes, an isolated atom among them; compiled once.
+    """On batches of several sizes, an isolated atom among them; compiled once.
 
     Random rolls of the edges' frames are left out: batches are padded, and so draw others.
     """
     counter = counted(backend)
     potential = sezm(dtype, random_gamma=False)
     step = CompiledEvaluation(potential)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     for names in BATCHES:
-        graph = batch(*names)
-        found = gradients(step(graph), potential)
-        expected = gradients(evaluate(potential, graph, create_graph=True), potential)
-        largest = max(float(gradient.norm()) for gradient in expected)
-        for one, other in zip(found, expected, strict=True):
-            # Gradients a thousandth of the others' are differences of larger numbers.
-            assert float((one - other).norm()) <= tolerance * max(float(other.norm()), 1e-3 * largest)
+        check_gradients(potential, step, batch(*names), 1e-10 if dtype == torch.float64 else 1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("preset", ["mini", "pro"])
+def test_rt13_on_a_gpu(preset: str, dtype: torch.dtype, tolerance: float, counted) -> None:
+    """Preset mini, and a model of the shape of pro with fewer channels and blocks; the operators' kernels inside."""
+    counter = counted("inductor")
+    options = dict(preset_options(preset)[0]) | {"random_gamma": False}
+    if preset == "pro":
+        options |= {"channels": 16, "n_blocks": 2}
+    potential = SeZM.from_options(options, ["H", "C", "O"], seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    for value in potential.parameters():
+        value.data += 0.05 * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
+    potential = potential.cuda().train()
+    step = CompiledEvaluation(potential)
+    for names in BATCHES:
+        check_gradients(potential, step, batch(*names).to("cuda"), tolerance)
     assert counter.frame_count == 1
 
 

@@ -209,9 +209,7 @@ def test_batches_take_few_sizes() -> None:
 def test_without_a_gpu_graphs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     keys = {"preset": "nano", "training.compile": "graphs", "output": str(tmp_path / "run")}
-    with pytest.raises(
-        ValueError, match="training.compile=graphs or both records the work of a GPU"
-    ):
+    with pytest.raises(ValueError, match="training.compile=graphs or both records the work of a GPU"):
         training.run(make_config(keys))
 
 
