@@ -288,7 +288,7 @@ class RecordedSteps:
         for group, rate in zip(self._optimizer.param_groups, inputs[0].unbind(), strict=True):
             group["lr"] = rate
             if "capturable" in group:  # AdamW asks for this word while it is recorded, and warns of it otherwise
-                group["capturable"] = torch.cuda.is_current_stream_capturing()
+                group["capturable"] = inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self._clip()
         self._optimizer.step()
         self._finish()
