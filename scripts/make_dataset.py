@@ -223,11 +223,12 @@ class Shards:
         attributes = provenance(self._options) | {
             "title": f"varied molecules and their complexes, {split}",
             "groups": (
-                "molecules: one molecule; dimers: two; clusters: three to six. Each HDF5 group is one task; "
-                "its frames attribute tells how each frame was made: relaxed (near the GFN2-xTB minimum), relaxation "
-                "(on the way there), modes (harmonic displacements at 300-1500 K), force-field (MMFF94 or UFF Langevin "
-                "dynamics, 300-1500 K), dynamics (GFN2-xTB Langevin dynamics), stretch (one bond at 0.75-1.6 of its "
-                "length), turn (one group turned), approach (molecules at 0.5-1.7 of van der Waals contact)."
+                "molecules: one molecule; dimers: two; clusters: three to six; pairs: two atoms. Each HDF5 group is "
+                "one task; its frames attribute tells how each frame was made: relaxed (near the GFN2-xTB minimum), "
+                "relaxation (on the way there), modes (harmonic displacements at 300-1500 K), force-field (MMFF94 or "
+                "UFF Langevin dynamics, 300-1500 K), dynamics (GFN2-xTB Langevin dynamics), stretch (one bond at "
+                "0.75-1.6 of its length), turn (one group turned), approach (molecules at 0.5-1.7 of van der Waals "
+                "contact), pair (atoms at 0.55 of a bond's length to 7 Å)."
             ),
         }
         path = self._folder / name

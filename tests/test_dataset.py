@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -430,3 +431,21 @@ def test_the_program_stops_in_time_with_whole_files(tmp_path):
         frames = sum(len(group["energy"]) for group in file.values())
         assert frames > 0
     assert not list(tmp_path.glob(".*"))
+
+
+@needs_tblite
+def test_pairs_of_atoms_reach_into_the_wall_and_out_of_the_cutoff():
+    """Every pair of elements in turn; far apart they have the energy of free atoms."""
+    found = [task for task in itertools.islice(generate.tasks(3, ("H", "C", "O")), 800) if task.kind == "pairs"]
+    assert {frozenset(task.smiles) for task in found[:6]} == {
+        frozenset(pair) for pair in itertools.combinations_with_replacement(("H", "C", "O"), 2)
+    }
+    task = next(task for task in found if task.smiles == ("H", "O"))
+    frames = generate.frames_of(dataclasses.replace(task, frames=60))
+    distance = np.linalg.norm(frames.positions[:, 0] - frames.positions[:, 1], axis=1)
+    energy = frames.energy - frames.energy.min()
+    assert distance.min() < 0.8 and distance.max() > 6.0
+    assert 0.85 < distance[energy.argmin()] < 1.1  # the radical OH: 0.97 Å
+    assert energy[distance < 0.8].min() > 1.0
+    free = generate.free_atoms(("H", "O"))
+    assert np.abs(frames.energy[distance > 5.5] - free["H"] - free["O"]).max() < 0.02

@@ -10,7 +10,9 @@ Units: Å, eV, eV/Å, fs, atomic mass units, K. RDKit and tblite are imported on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,8 @@ METHOD = "GFN2-xTB"
 # tblite's accuracy 0.1 converges energies to 1e-7 hartree = 3e-6 eV, well below the fixed-point grid's effect.
 LABEL_ACCURACY = 0.1
 MAX_FORCE = 30.0  # eV/Å on one atom; harder contacts are outside what a model of bonds is for
+PAIR_EVERY = 30  # molecules
+PAIR_REACH = 7.0  # Å; beyond the cutoff of every preset
 # Unpaired electrons of free atoms (Hund's rule); GFN2-xTB's own energies of free atoms with these occupations.
 UNPAIRED = {"H": 1, "B": 1, "C": 2, "N": 3, "O": 2, "F": 1, "Si": 2, "P": 3, "S": 2, "Cl": 1, "Br": 1, "I": 1}
 
@@ -47,8 +51,8 @@ class Task:
 
     index: int
     seed: int
-    kind: str  # "molecules", "dimers" or "clusters"; the group name by which errors are reported
-    smiles: tuple[str, ...]
+    kind: str  # "molecules", "dimers", "clusters" or "pairs"; the group name by which errors are reported
+    smiles: tuple[str, ...]  # of a pair of atoms: their symbols
     split: str
     frames: int
     position_scale: float  # Å; labels belong to positions on this grid
@@ -162,7 +166,12 @@ class ForceField:
 
 
 def label_frames(
-    task: Task, numbers: np.ndarray, geometries: Sequence[tuple[str, np.ndarray]], dropped: Counter[str]
+    task: Task,
+    numbers: np.ndarray,
+    geometries: Sequence[tuple[str, np.ndarray]],
+    dropped: Counter[str],
+    unpaired: Sequence[int] = (0,),
+    highest: float = 3.0,
 ) -> Frames:
     """Round the geometries to the grid, label them, and leave out what is of no use.
 
@@ -171,9 +180,11 @@ def label_frames(
         numbers: Atomic numbers (N,).
         geometries: How a frame was made, and its positions (N, 3) in Å.
         dropped: What was lost before; the losses here are added: `scf` (no convergence), `force` (an atom feels more
-            than `MAX_FORCE`), `energy` (more than 3 eV an atom above the lowest frame), `same` (twice the same).
+            than `MAX_FORCE`), `energy` (too high), `same` (twice the same).
+        unpaired: Numbers of unpaired electrons; each frame has the one with the lowest energy.
+        highest: Energy above the lowest frame in eV an atom, beyond which a frame is left out.
     """
-    gfn2, kept, seen = GFN2(numbers), [], set()
+    spins, kept, seen = [GFN2(numbers, number) for number in dict.fromkeys(unpaired)], [], set()
     for kind, raw in geometries:
         if not np.isfinite(raw).all():
             dropped["geometry"] += 1
@@ -187,17 +198,20 @@ def label_frames(
         if _too_close(numbers, positions):
             dropped["force"] += 1
             continue
-        try:
-            energy, forces = gfn2.label(positions)
-        except LabelError:
+        labels = []
+        for gfn2 in spins:
+            with contextlib.suppress(LabelError):
+                labels.append(gfn2.label(positions))
+        if not labels:
             dropped["scf"] += 1
             continue
+        energy, forces = min(labels, key=lambda label: label[0])
         if np.linalg.norm(forces, axis=1).max() > MAX_FORCE:
             dropped["force"] += 1
             continue
         kept.append((kind, positions, energy, forces))
     lowest = min((frame[2] for frame in kept), default=0.0)
-    usable = [frame for frame in kept if frame[2] - lowest < 3.0 * len(numbers)]
+    usable = [frame for frame in kept if frame[2] - lowest < highest * len(numbers)]
     dropped["energy"] += len(kept) - len(usable)
     shape = (len(usable), len(numbers), 3)
     return Frames(
@@ -220,6 +234,8 @@ def frames_of(task: Task) -> Frames:
     random_numbers = np.random.default_rng(task.seed)
     if task.kind == "molecules":
         return _frames_of_molecule(task, random_numbers)
+    if task.kind == "pairs":
+        return _frames_of_pair(task, random_numbers)
     return _frames_of_complex(task, random_numbers)
 
 
@@ -317,6 +333,23 @@ def _frames_of_complex(task: Task, rng: np.random.Generator) -> Frames:
             except LabelError:
                 dropped["scf"] += 1
     return label_frames(task, numbers, made[: task.frames], dropped)
+
+
+def _frames_of_pair(task: Task, rng: np.random.Generator) -> Frames:
+    """Two atoms at distances from deep in the wall to out of reach, most of them short.
+
+    Of the lowest spin or that of two free atoms: the former binds, the latter is where the two part.
+    """
+    table = molecules.require("rdkit.Chem").GetPeriodicTable()
+    numbers = np.array([table.GetAtomicNumber(symbol) for symbol in task.smiles])
+    nearest = 0.55 * sum(table.GetRcovalent(int(number)) for number in numbers)
+    made = []
+    for _ in range(task.frames):
+        distance = nearest * (PAIR_REACH / nearest) ** rng.random() ** 1.3
+        made.append(("pair", np.outer((0.0, 1.0), distance * direction(rng))))
+    # A pair may be as high as its wall is steep: `MAX_FORCE` alone limits it.
+    spins = int(numbers.sum()) % 2, sum(UNPAIRED[symbol] for symbol in task.smiles)
+    return label_frames(task, numbers, made, Counter(), spins, highest=np.inf)
 
 
 def _plan(frames: int, rng: np.random.Generator, rotors: bool, size: int) -> Counter[str]:
@@ -612,10 +645,11 @@ def tasks(
     frames_per_molecule: int = 12,
     position_scale: float = 1e-3,
 ) -> Iterator[Task]:
-    """Yield what to make without end: molecules, and after every third one a pair or a cluster of smaller ones.
+    """Yield what to make without end: molecules, after every third one a complex of smaller ones, and pairs of atoms.
 
-    A complex is put together from molecules of one split only, so that it belongs to it without doubt. Its orbitals are
-    limited, so that labelling it does not cost ten times what a molecule costs.
+    Every pair of elements comes again and again, at other distances. A complex is put together from molecules of one
+    split only, so that it belongs to it without doubt. Its orbitals are limited, so that labelling it does not cost ten
+    times what a molecule costs.
     """
     dice = random.Random(seed)
     small: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
@@ -627,16 +661,17 @@ def tasks(
         for smiles in names
     }
     index = 0
+    pairs = list(itertools.combinations_with_replacement(elements, 2))
     for count, smiles in enumerate(molecules.molecules(seed, elements, max_atoms)):
         split = molecules.split_of(smiles)
         size, orbitals = molecules.n_atoms(smiles), molecules.n_orbitals(smiles)
-        chosen: list[tuple[str, tuple[str, ...]]] = [("molecules", (smiles,))]
+        chosen: list[tuple[str, tuple[str, ...], str]] = [("molecules", (smiles,), split)]
         partners = [
             name for name in small[split] if sizes[name][0] + size <= max_atoms and sizes[name][1] + orbitals <= 90
         ]
         if count % 3 == 0 and size <= 18 and partners:
             twice = 2 * size <= max_atoms and 2 * orbitals <= 90 and dice.random() < 0.2
-            chosen.append(("dimers", (smiles, smiles if twice else dice.choice(partners))))
+            chosen.append(("dimers", (smiles, smiles if twice else dice.choice(partners)), split))
         elif count % 12 == 1 and (fitting := [n for n in small[split] if sizes[n][0] <= 6 and sizes[n][1] <= 20]):
             pieces = [dice.choice(fitting) for _ in range(dice.choice((1, 1, 2)))]
             if split == "train" and dice.random() < 0.4:
@@ -645,10 +680,15 @@ def tasks(
             while sum(sizes[name][0] for name in many) > max_atoms or sum(sizes[name][1] for name in many) > 70:
                 many.pop()
             if len(many) > 2:
-                chosen.append(("clusters", tuple(many)))
-        for kind, names in chosen:
+                chosen.append(("clusters", tuple(many), split))
+        if count % PAIR_EVERY == 2:
+            visit, place = divmod(count // PAIR_EVERY, len(pairs))
+            if place == 0:
+                dice.shuffle(pairs)
+            chosen.append(("pairs", pairs[place], molecules.split_of(f"{pairs[place]} {visit}")))
+        for kind, names, part in chosen:
             task_seed = int.from_bytes(np.random.SeedSequence([seed, index]).generate_state(2).tobytes(), "big")
-            yield Task(index, task_seed, kind, names, split, frames_per_molecule, position_scale)
+            yield Task(index, task_seed, kind, names, part, frames_per_molecule, position_scale)
             index += 1
 
 
