@@ -379,10 +379,15 @@ def check(config: Config, command: Command) -> None:
             "training.compile does not go with trainer.strategy=fsdp, whose weights are in slices; use ddp or zero1."
         )
     if config.elements.add:
-        raise ValueError(
-            f"elements.add=[{','.join(config.elements.add)}] is not in this version; start from a preset that knows "
-            "these elements, or train one: mlff train model.elements=[…]."
-        )
+        _elements(config.elements.add, "elements.add")
+        if command == "train" or config.weights == "none":
+            raise ValueError("elements.add extends a trained model; from scratch use model.elements=[…].")
+        if config.finetune.e0 == "keep":
+            raise ValueError("finetune.e0=keep has no value for added elements; use refit, isolated or file:PATH.")
+        if config.finetune.mode != "full" and trainer.strategy == "fsdp":
+            raise ValueError(
+                "elements.add with a frozen part does not go with trainer.strategy=fsdp; use ddp or zero1."
+            )
 
 
 def _check_mode(mode: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
 
 SYMBOLS: tuple[str, ...] = tuple(
@@ -54,3 +55,12 @@ def atomic_numbers(elements: Iterable[str | int]) -> tuple[int, ...]:
 def names(numbers: Iterable[int]) -> str:
     """Return a readable list of elements, as "H, C, N"."""
     return ", ".join(SYMBOLS[number] for number in numbers)
+
+
+def group(number: int) -> int:
+    """Return the group of an element in the periodic table, 1 to 18; -1 to -14 along the lanthanides and actinides."""
+    noble = (0, 2, 10, 18, 36, 54, 86, 118)
+    last, following = next((a, b) for a, b in itertools.pairwise(noble) if a < number <= b)
+    if number - last <= 2 and number != 2:
+        return number - last
+    return 18 - (following - number) if following - number <= 15 else 2 - (number - last)

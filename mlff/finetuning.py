@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mlff import checkpoint, optim, presets
+from mlff import added_elements, checkpoint, optim, presets
 from mlff.config import Command, Config, make_config
 from mlff.data import statistics
 from mlff.data.batch import loader
@@ -59,6 +59,11 @@ def open_start(config: Config, command: Command) -> tuple[Start, Sets]:
     start = trained_start(config) if command == "finetune" else None
     if start is not None:
         return start, open_sets(config, start.potential.cutoff, start.potential.elements)
+    if config.elements.add:
+        raise ValueError(
+            f"elements.add extends a trained model; preset {config.preset} has no weights in this version. Name its "
+            "elements instead: model.elements=[…]."
+        )
     if config.model.elements is not None:
         sets = open_sets(config, config.model.rcut, atomic_numbers(config.model.elements))
         return untrained_start(config, ()), sets
@@ -83,7 +88,11 @@ def trained_start(config: Config) -> Start | None:
     potential = checkpoint.load(path, device="cpu")
     tensors, numbers = len(potential.state_dict()), sum(p.numel() for p in potential.parameters())
     whose = f"preset {config.preset}" if config.weights is None else str(path)
-    return Start(potential.train(), True, f"Loaded all {tensors} tensors ({numbers:,} parameters) of {whose}.")
+    note = f"Loaded all {tensors} tensors ({numbers:,} parameters) of {whose}."
+    if config.elements.add:
+        note += " " + added_elements.describe(config.elements.add, potential.elements)
+        potential = added_elements.extended(potential, config.elements.add)
+    return Start(potential.train(), True, note)
 
 
 def untrained_start(config: Config, elements: Iterable[int]) -> Start:
@@ -109,7 +118,7 @@ def _check_same(config: Config, options: dict, elements: Sequence[str], path: Pa
         for key, value in asked.items()
         if options.get(key) != value
     ]
-    if config.model.elements is not None and set(config.model.elements) != set(elements):
+    if config.model.elements is not None and set(config.model.elements) - set(config.elements.add) != set(elements):
         different.append(f"elements are [{','.join(elements)}] in the file, [{','.join(config.model.elements)}] here")
     if different:
         raise ValueError(

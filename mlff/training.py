@@ -35,7 +35,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import mlff
-from mlff import checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
+from mlff import added_elements, checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
 from mlff.compiled import CannotCompile, Comparison, CompiledEvaluation
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.data.batch import collate
@@ -779,6 +779,7 @@ def run(config: Config, command: Command = "finetune") -> Path:
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
     ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))
+    added_elements.train_rows(potential, config.elements.add)
     ranks.together(lambda: optim.set_rates(potential, config.training.rates))
     say(start.note)
     say(sets.describe())
