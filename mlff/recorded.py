@@ -39,8 +39,8 @@ RECORDED = ("graphs", "both")
 TOLERANCE = 1e-3
 """Largest difference between recorded and unrecorded gradients, relative to their norm: they are the same kernels, and
 differ by the order in which sums over neighbours are taken on a GPU."""
-SPARE_EDGES = 1.25
-"""A recording is used for batches with up to so many times fewer edges than it has; below, another one is made."""
+SPARE = 1.25
+"""A recording may have so many times the atoms and edges of a batch that it is used for; 64 always do."""
 
 
 class RecordingMismatch(RuntimeError):
@@ -124,27 +124,27 @@ class BatchSizes:
     chosen: list[Sizes] = field(default_factory=list)
 
     def fitting(self, own: Sizes) -> Sizes:
-        """Return the size for a batch: one of those before, if there is one, or a new one.
-
-        Edges are what a step costs most for, so that recordings differ in them. Of atoms a new size has at least as
-        many as all before, and so of structures, which cost nothing: a power of two.
-        """
+        """Return the size for a batch: one of those before, if there is one, or a new one."""
         fitting = [
             sizes
             for sizes in self.chosen
-            if sizes.atoms > own.atoms
-            and sizes.structures > own.structures
-            and own.edges <= sizes.edges <= max(SPARE_EDGES * own.edges, 64)
+            if own.atoms < sizes.atoms <= _limit(own.atoms + 1)
+            and own.edges <= sizes.edges <= _limit(own.edges)
+            and own.structures < sizes.structures
         ]
         if fitting:
             return min(fitting, key=lambda sizes: (sizes.edges, sizes.atoms))
-        sizes = Sizes(
-            max([rounded(own.atoms + 1), *(sizes.atoms for sizes in self.chosen)]),
-            rounded(max(own.edges, 1)),
-            max([2 ** own.structures.bit_length(), *(sizes.structures for sizes in self.chosen)]),
-        )
+        # Edges are what a step costs most for, so that recordings differ in them. Of atoms a new size has as many as
+        # another one, if that suits; structures cost nothing.
+        shared = [sizes.atoms for sizes in self.chosen if own.atoms < sizes.atoms <= _limit(own.atoms + 1)]
+        structures = max([2 ** own.structures.bit_length(), *(sizes.structures for sizes in self.chosen)])
+        sizes = Sizes(max([rounded(own.atoms + 1), *shared]), rounded(max(own.edges, 1)), structures)
         self.chosen.append(sizes)
         return sizes
+
+
+def _limit(number: int) -> float:
+    return max(SPARE * number, 64)
 
 
 def rounded(number: int) -> int:
