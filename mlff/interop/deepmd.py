@@ -211,7 +211,9 @@ def read(path: str | os.PathLike[str], head: str | None = None, average: bool = 
         if branch is None or inner != name:
             full = prefix + inner
             if full not in tensors or tensors[full].shape != values.shape:
-                raise ValueError(f"{os.fspath(path)}: its average of weights has a tensor {name!r} that its model lacks")
+                raise ValueError(
+                    f"{os.fspath(path)}: its average of weights has a tensor {name!r} that its model lacks"
+                )
             tensors[full] = values
     return Checkpoint(config, tensors, bool(shadow))
 
@@ -273,11 +275,12 @@ def to_config(potential: SeZM) -> dict[str, Any]:
     if not fitting["bias_out"]:
         del fitting["bias_out"]  # the default, which checkpoints leave out
     magnetic = values.pop("use_spin")
+    pairs = [[place[a], place[b]] for a, b in values.pop("exclude_types") if a in place and b in place]
     config: dict[str, Any] = {
         "type": "dpa4",
         "type_map": symbols,
         "fitting_net": fitting,
-        "pair_exclude_types": [],
+        "pair_exclude_types": pairs,
         "atom_exclude_types": [place[symbol] for symbol in values.pop("atom_exclude_types") if symbol in place],
         "bridging_method": values.pop("bridging_method"),
         "bridging_r_inner": values.pop("bridging_r_inner"),
@@ -286,7 +289,6 @@ def to_config(potential: SeZM) -> dict[str, Any]:
     }
     if magnetic:
         config["spin"] = {"scheme": "native", "use_spin": [symbol in magnetic for symbol in symbols]}
-    pairs = [[place[a], place[b]] for a, b in values.pop("exclude_types") if a in place and b in place]
     fixed = {"type": "dpa4", "sel": 256, "precision": precision, "seed": None, "use_amp": True, "trainable": True}
     return {**config, "descriptor": {**fixed, **values, "exclude_types": pairs}}
 
@@ -426,8 +428,8 @@ def options_from_config(config: Mapping[str, Any]) -> Options:
     if "so2_layers" in values:
         layers = values.pop("so2_layers")
         values["mixing_layers"] = values.get("mixing_layers", 4) if layers is None else layers
-    pairs = [*values.pop("exclude_types", []), *config.get("pair_exclude_types", [])]
-    values["exclude_types"] = [[type_map[a], type_map[b]] for a, b in pairs]
+    pairs = [*values.pop("exclude_types", []), *config.get("pair_exclude_types", [])]  # either or both, alike
+    values["exclude_types"] = [[type_map[a], type_map[b]] for a, b in dict.fromkeys(map(tuple, pairs))]
     values["atom_exclude_types"] = [type_map[k] for k in config.get("atom_exclude_types", [])]
     values |= {ours: fitting[theirs] for ours, theirs in _FITTING.items() if theirs in fitting}
     values["bridging_method"] = str(config.get("bridging_method", "none") or "none").lower()
@@ -485,7 +487,9 @@ def _their_name(ours: str, options: Options) -> str:
 
 def _own(potential: SeZM) -> dict[str, Tensor]:
     """Return our tensors that have a counterpart of another name: parameters, and the constants of the head."""
-    buffers = {name: buffer for name, buffer in potential.named_buffers() if name.startswith("head.") and buffer.numel()}
+    buffers = {
+        name: buffer for name, buffer in potential.named_buffers() if name.startswith("head.") and buffer.numel()
+    }
     return dict(potential.named_parameters()) | buffers
 
 

@@ -55,7 +55,9 @@ def tables(options: Options, tensors: Mapping[str, Tensor], atomic_numbers: Tens
     return found | _constants(options, dtype, atomic_numbers)
 
 
-_BY_DEGREE = r"\.(so3_linear_[12]|(pre|post)_focus_mix|attn_(focus_mix|v_proj|o_proj)|(edge|node)_cartesian_tp\.linears\.\d+)$"
+_BY_DEGREE = (
+    r"\.(so3_linear_[12]|(pre|post)_focus_mix|attn_(focus_mix|v_proj|o_proj)|(edge|node)_cartesian_tp\.linears\.\d+)$"
+)
 """Maps with one matrix for each degree."""
 
 
