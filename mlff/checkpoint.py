@@ -142,8 +142,8 @@ def load(
     """Return a trained model in evaluation mode.
 
     Args:
-        name: a preset, the path of a safetensors file of ours or of a deepmd-kit checkpoint (`x.pt`, or `x.pt::HEAD` for
-            one model of several), or the name of a public checkpoint.
+        name: a preset, the path of a safetensors file of ours or of a deepmd-kit checkpoint (`x.pt`, or `x.pt::HEAD`
+            for one model of several), or the name of a public checkpoint.
         device: "auto" is the GPU where there is one.
         dtype: float32 or float64; weights of any floating-point type are converted.
         accept_license: "cc-by-nc" where the licence of a public checkpoint excludes commercial use.
@@ -155,10 +155,7 @@ def load(
     """
     path, head = _file_and_head(locate(name, accept_license))
     dtype = _dtype(dtype)
-    if deepmd.is_checkpoint(path):
-        potential = deepmd.load(path, head, dtype=dtype)
-    else:
-        potential = _load_ours(path, dtype)
+    potential = deepmd.load(path, head, dtype=dtype) if deepmd.is_checkpoint(path) else _load_ours(path, dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return potential.to(device).eval()

@@ -192,8 +192,8 @@ def _record(path: Path) -> Path:
 
 def _absent(found: Entry, path: Path) -> str:
     return (
-        f"{found.name} is not at {path} and could not be fetched. With a network: pip install mlff[hub]. Without: bring "
-        f"{found.address} to that path, or give the path of your copy instead of the name."
+        f"{found.name} is not at {path} and could not be fetched. With a network: pip install mlff[hub]. Without: "
+        f"bring {found.address} to that path, or give the path of your copy instead of the name."
     )
 
 

@@ -22,6 +22,7 @@ from mlff.data.batch import collate, collate_targets
 from mlff.data.dataset import Dataset, join_frames, make_frames
 from mlff.data.packed import PackedGroup, write_packed
 from mlff.data.read import read, require_labels, split
+from mlff.sezm.potential import SeZM
 
 FILES = Path(__file__).parent / "data"
 
@@ -337,6 +338,58 @@ def test_deepmd_mixed_types(tmp_path):
         np.testing.assert_array_equal(graph.positions, coord[k, kinds[k] >= 0])
         np.testing.assert_array_equal(targets.forces, -coord[k, kinds[k] >= 0])
         assert targets.energy.item() == k
+
+
+def test_deepmd_conditions(tmp_path):
+    """Charge, multiplicity, spin vectors, frame and atom parameters; padding atoms have none."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "coord": rng.normal(scale=2, size=(2, 9)),
+        "real_atom_types": np.array([[0, 1, 1], [0, -1, 1]]),
+        "charge_spin": np.array([[1, 2], [-1, 1]]),
+        "spin": rng.normal(size=(2, 9)),
+        "fparam": rng.normal(size=(2, 2)),
+        "aparam": rng.normal(size=(2, 3)).astype(np.float32),
+        "force_mag": np.zeros((2, 9)),
+    }
+    folder = deepmd_system(tmp_path / "a", [0] * 3, ["O", "H"], [arrays], nopbc=True)
+    dataset = read(folder, 3.0)
+    graphs, _ = zip(*dataset, strict=True)
+    assert [(graph.charge.item(), graph.spin.item()) for graph in graphs] == [(1, 2), (-1, 1)]
+    for frame, (graph, there) in enumerate(zip(graphs, ([0, 1, 2], [0, 2]), strict=True)):
+        np.testing.assert_array_equal(graph.spins, arrays["spin"].reshape(2, 3, 3)[frame, there])
+        np.testing.assert_array_equal(graph.frame_parameters, arrays["fparam"][frame : frame + 1])
+        np.testing.assert_array_equal(graph.atom_parameters[:, 0], arrays["aparam"][frame, there])
+    assert collate(graphs).atom_parameters.shape == (5, 1)
+    assert dataset.names_found == ("force_mag",)
+    potential = SeZM.from_options(
+        {"channels": 4, "lmax": 1, "n_blocks": 1, "mixing_layers": 1, "numb_fparam": 2, "numb_aparam": 1}, ["O", "H"]
+    )
+    assert potential(collate(graphs)).isfinite().all()
+    del arrays["fparam"]
+    other = deepmd_system(tmp_path / "b", [0] * 3, ["O", "H"], [arrays], nopbc=True)
+    assert read(other, 3.0)[0][0].frame_parameters is None
+    with pytest.raises(
+        ValueError, match=r"a/set\.000, frame 0 has 2 frame parameters, but .*b/set\.000, frame 0 has 0"
+    ):
+        read([folder, other], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("charge_spin", np.zeros((2, 1)), r"charge_spin\.npy has 2 numbers; 2 frames need 4"),
+        ("spin", np.zeros((2, 3)), r"type\.raw lists 2 atoms, but spin\.npy has 1 in each"),
+        ("fparam", np.zeros(3), r"fparam\.npy has 3 numbers, no multiple of the 2 frames"),
+        ("aparam", np.zeros((2, 3)), r"aparam\.npy has 6 numbers, no multiple of the 4 atoms"),
+        ("fparam", np.full((2, 1), np.nan), r"fparam\.npy holds numbers that are not finite"),
+    ],
+)
+def test_deepmd_conditions_that_do_not_fit_are_named(tmp_path, name, values, words):
+    arrays = {"coord": np.arange(12.0).reshape(2, 6), name: values}
+    folder = deepmd_system(tmp_path / "system", [0, 1], ["O", "H"], [arrays], nopbc=True)
+    with pytest.raises(ValueError, match=words):
+        read(folder, 3.0)
 
 
 def test_rd12_inconsistent_files_are_named_with_both_numbers():

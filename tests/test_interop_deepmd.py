@@ -63,7 +63,7 @@ def test_saved_and_loaded_is_the_same_model(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepmd_kit_opens_what_is_written(case: str, tmp_path: Path) -> None:
-    """Energies, forces and virials of deepmd-kit from our file are ours, and no tensor is missing or left over in it."""
+    """Energies, forces and virials of deepmd-kit from our file are ours; no tensor is missing or left over in it."""
     pytest.importorskip("deepmd", reason="deepmd-kit 3.2.0 is not installed: see CONTRIBUTING.md for how to add it")
     from deepmd.infer import DeepPot  # pyright: ignore[reportMissingImports]
 
@@ -96,17 +96,21 @@ def toy_checkpoint() -> Path:
     return path
 
 
+class Inputs(dict):
+    """Arrays by name, as a reference file has them."""
+
+    @property
+    def files(self) -> list[str]:
+        return list(self)
+
+
 def test_a_public_checkpoint_gives_the_energies_of_deepmd_kit() -> None:
     """64 water molecules, float32."""
     potential = deepmd.load(toy_checkpoint())
     file = reference("pretrained_water")
     inputs = {f"water::{name}": file[name] for name in ("coord", "type", "cell")}
-
-    class Inputs(dict):
-        files = list(inputs)
-
-    renamed: Any = Inputs(inputs, config_normalized_json=str(file["config_json"]))
-    found = evaluate(potential, graph(renamed, "water", potential.cutoff))
+    renamed = Inputs(inputs, config_normalized_json=str(file["config_json"]))
+    found = evaluate(potential, graph(renamed, "water", potential.cutoff))  # type: ignore[arg-type]
     # Energies of atoms are some 0.1 eV in float32 beside reference energies in float64: 192 of them round to 1e-6 eV.
     assert abs(float(found.energy) - file["float32::energy"].item()) <= 1e-6
     assert float((found.forces - torch.tensor(file["float32::force"]).reshape(-1, 3)).abs().max()) < 1e-6

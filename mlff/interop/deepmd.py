@@ -244,7 +244,7 @@ def save(potential: SeZM, path: str | os.PathLike[str]) -> Path:
 
 
 def to_state(potential: SeZM) -> dict[str, Tensor]:
-    """Return all tensors of a model by deepmd-kit's names below `model.<branch>`, on the CPU: `from_state`'s inverse."""
+    """Return all tensors of a model by deepmd-kit's names below `model.<branch>`: the inverse of `from_state`."""
     tensors = {}
     for name, tensor in _own(potential).items():
         theirs = _their_name(name, potential.options)
