@@ -136,7 +136,7 @@ def describe(path: str | os.PathLike[str]) -> tuple[dict[str, Any], tuple[str, .
 def load(
     name: str | os.PathLike[str],
     device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype | None = "float32",
     accept_license: str | None = None,
 ) -> SeZM:
     """Return a trained model in evaluation mode.
@@ -145,7 +145,8 @@ def load(
         name: a preset, the path of a safetensors file of ours or of a deepmd-kit checkpoint (`x.pt`, or `x.pt::HEAD`
             for one model of several), or the name of a public checkpoint.
         device: "auto" is the GPU where there is one.
-        dtype: float32 or float64; weights of any floating-point type are converted.
+        dtype: float32 or float64; weights of any floating-point type are converted. None keeps float64 where the
+            file has it.
         accept_license: "cc-by-nc" where the licence of a public checkpoint excludes commercial use.
 
     Raises:
@@ -154,18 +155,21 @@ def load(
             of itself; a licence is not accepted; the dtype is another.
     """
     path, head = _file_and_head(locate(name, accept_license))
-    dtype = _dtype(dtype)
-    potential = deepmd.load(path, head, dtype=dtype) if deepmd.is_checkpoint(path) else _load_ours(path, dtype)
+    wanted = None if dtype is None else _dtype(dtype)
+    potential = deepmd.load(path, head, dtype=wanted) if deepmd.is_checkpoint(path) else _load_ours(path, wanted)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return potential.to(device).eval()
 
 
-def _load_ours(path: Path, dtype: torch.dtype) -> SeZM:
+def _load_ours(path: Path, dtype: torch.dtype | None) -> SeZM:
     header = read_header(path)
     options = Options.from_mapping(json.loads(header["model"]))
-    potential = SeZM(options, json.loads(header["elements"]), dtype=dtype)
     state = load_file(path)
+    if dtype is None:
+        exact = any(tensor.dtype == torch.float64 for name, tensor in state.items() if name != "reference_energies")
+        dtype = torch.float64 if exact else torch.float32
+    potential = SeZM(options, json.loads(header["elements"]), dtype=dtype)
     expected = potential.state_dict()
     missing, strange = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     wrong = [key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape]

@@ -198,7 +198,7 @@ def export_checkpoint(arguments: Sequence[str]) -> int:
         from mlff import checkpoint
         from mlff.interop import deepmd
 
-        potential = checkpoint.load(name, device="cpu")
+        potential = checkpoint.load(name, device="cpu", dtype=None)
         output = deepmd.save(potential, given.get("output", f"{Path(name).stem}.pt"))
         print(f"{output}: {_said(potential)}")
 

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import ase.io
+import laws
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mlff.data.batch import collate, collate_targets
 from mlff.data.dataset import Dataset, join_frames, make_frames
 from mlff.data.packed import PackedGroup, write_packed
 from mlff.data.read import read, require_labels, split
+from mlff.derivatives import evaluate
 from mlff.sezm.potential import SeZM
 
 FILES = Path(__file__).parent / "data"
@@ -278,6 +280,50 @@ def test_rd10_a_batch_that_mixes_open_and_periodic():
         assert torch.equal(batch.cell[k], graph.cell[0])
         start += graph.n_atoms
     assert labels.index.tolist() == [0, 1, 2]
+
+
+SMALL = {"channels": 8, "lmax": 2, "n_blocks": 1, "n_radial": 6, "mixing_layers": 2, "rcut": 5.0}
+
+
+@pytest.mark.parametrize("elements", [["H", "O"], ["O", "H"], ["C", "O", "N", "H"]])
+def test_rd8_one_energy_whatever_the_order_of_types_and_of_elements(elements):
+    """Two type maps, three element lists; the rows of the tables move with their elements."""
+    potential = laws.noisy(SeZM.from_options(SMALL, ["H", "O", "C", "N"], dtype=torch.float64))
+    state = potential.state_dict()
+    other = SeZM.from_options(SMALL, elements, dtype=torch.float64)
+    rows = [potential.elements.index(number) for number in other.elements]
+    tables = {name for name, tensor in state.items() if len(tensor.shape) and len(tensor) == 4 and "types" in name}
+    tables.add("reference_energies")
+    other.load_state_dict({name: tensor[rows] if name in tables else tensor for name, tensor in state.items()})
+    wanted = None
+    for name in ("deepmd_order_OH", "deepmd_order_HO"):
+        graph, _ = read(FILES / name, 5.0)[0]
+        assert graph.numbers.tolist() == [8, 1, 1]
+        wanted = evaluate(potential, graph) if wanted is None else wanted
+        found = evaluate(other.eval(), graph)
+        assert wanted.forces.abs().max() > 0.1  # the molecule is not at rest: there is something to compare
+        assert torch.allclose(found.energy, wanted.energy, rtol=0, atol=3e-8)  # R-D8: 1e-8 eV/atom
+        assert torch.allclose(found.forces, wanted.forces, rtol=0, atol=1e-6)
+
+
+def test_rd10_energy_and_forces_of_open_systems_alone_and_beside_periodic_ones():
+    """The same atoms through ASE with pbc False, and a batch of open, periodic, open."""
+    potential = laws.noisy(SeZM.from_options(SMALL, ["H", "C", "O", "Cu", "Na", "Cl"], dtype=torch.float64))
+    graph, _ = read(FILES / "deepmd_nopbc", 5.0)[0]
+    atoms = Atoms(numbers=graph.numbers.numpy(), positions=graph.positions.numpy(), pbc=False)
+    wanted = evaluate(potential, graph_from_atoms(atoms, 5.0))
+    assert wanted.forces.abs().max() > 0.1
+    alone = evaluate(potential, graph)
+    batch = collate([graph, read(FILES / "deepmd_order_OH", 5.0)[0][0], graph])
+    mixed = evaluate(potential, batch)
+    assert batch.pbc.any(1).tolist() == [False, True, False]
+    for energy, forces in (
+        (alone.energy[0], alone.forces),
+        (mixed.energy[0], mixed.forces[batch.structure == 0]),
+        (mixed.energy[2], mixed.forces[batch.structure == 2]),
+    ):
+        assert abs(float(energy - wanted.energy[0])) < 1e-8 * len(atoms)
+        assert float((forces - wanted.forces).abs().max()) < 1e-6
 
 
 def deepmd_system(folder, types, symbols, sets, nopbc=False):

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ase.build import molecule
 from test_sezm_oracle import CASES, close, graph, reference, structures
 
 import mlff
+from mlff import checkpoint
+from mlff.cli import main
 from mlff.derivatives import evaluate
 from mlff.interop import deepmd
 from mlff.sezm.potential import SeZM
@@ -256,3 +259,74 @@ def test_a_fitting_net_with_conditions_survives(tmp_path: Path) -> None:
     assert again.options == potential.options
     assert (after := again.state_dict()).keys() == (before := potential.state_dict()).keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_import_and_export_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From deepmd-kit to ours and back is the same model; what was done is said in one line."""
+    config, state = config_and_state("mini")
+    path = write(tmp_path / "DPA4-Mini.pt", config, state)
+    ours, theirs = tmp_path / "mini.safetensors", tmp_path / "back" / "mini.pt"
+    assert main(["import", str(path), f"output={ours}"]) == 0
+    assert capsys.readouterr().out.startswith(f"{ours}: 60,186 parameters, 3 elements, cutoff 4.5 Å")
+    assert checkpoint.read_header(ours)["imported_from"] == "DPA4-Mini.pt"
+    assert main(["export", str(ours), f"output={theirs}"]) == 0
+    first, last = deepmd.load(path).state_dict(), deepmd.load(theirs).state_dict()
+    assert all(torch.equal(first[name], last[name]) for name in first)  # float64 all the way
+    assert main(["import", str(path), f"output={ours}", "elements=O,H"]) == 0
+    assert mlff.load(ours, device="cpu").elements == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["import"], "mlff import takes one file, as in mlff import DPA4-Mini.pt output=mini.safetensors; got 0"),
+        (["import", "a.pt", "b.pt"], "takes one file"),
+        (["import", "a.pt", "outputs=x"], "got 'outputs'. Did you mean 'output'?"),
+        (["import", "a.pt", "output=x.pt"], "output must end in .safetensors; got 'x.pt'"),
+        (["import", "a.pt", "average=maybe"], "average must be true or false; got 'maybe'"),
+        (["import", "nowhere.pt"], "there is no checkpoint 'nowhere.pt'"),
+        (["export", "nowhere.safetensors"], "there is no weights file 'nowhere.safetensors'"),
+        (["export", "mini", "output=x.onnx"], "deepmd-kit reads checkpoints named *.pt; got 'x.onnx'"),
+        (["evaluate", "weights=nowhere.pt", "data.test=x"], "there is no weights file 'nowhere.pt'"),
+    ],
+)
+def test_import_and_export_mistakes_are_one_sentence(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
+def test_heads_are_listed_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = multitask(tmp_path / "multi.pt")
+    assert main(["import", str(path), f"output={tmp_path / 'x.safetensors'}"]) == 2
+    assert "say which with head: Metals, Water." in capsys.readouterr().err
+    assert main(["import", str(path), f"output={tmp_path / 'x.safetensors'}", "head=Water"]) == 0
+
+
+def test_a_checkpoint_is_evaluated_and_fine_tuned_in_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`weights=x.pt`: with no step and its own reference energies a run gives back the model that it started from."""
+    config, state = config_and_state("mini")
+    path = write(tmp_path / "DPA4-Mini.pt", config, state)
+    data = str(Path(__file__).parent / "data" / "deepmd_order_OH")
+    keys = ["training.steps=0", "finetune.e0=keep", "trainer.logger=none", "trainer.accelerator=cpu"]
+    output = tmp_path / "run"
+    keys += [f"data.train={data}", f"data.valid={data}"]
+    assert main(["finetune", f"weights={path}", f"output={output}", *keys]) == 0
+    assert "parameters) of " + str(path) in capsys.readouterr().out
+    atoms = molecule("CH3OH")
+    energies = []
+    for weights in (path, output / "model.safetensors"):
+        atoms.calc = mlff.Calculator(weights, device="cpu")
+        energies.append(atoms.get_potential_energy())
+    assert abs(energies[0] - energies[1]) < 1e-6 * len(atoms)
+    words = ["evaluate", f"weights={path}", f"data.test={data}", f"output={tmp_path / 'e'}", "trainer.accelerator=cpu"]
+    assert main(words) == 0
+    wrong = ["finetune", "preset=neo", f"weights={path}", f"data.train={data}", f"output={tmp_path / 'r'}"]
+    assert main(wrong) == 2
+    assert "holds another model than preset neo: " in capsys.readouterr().err

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_unknown_names_get_the_nearest(place: Path) -> None:
         registry.fetch("DPA4-Neo-OMat24", "cc-by-nc", brings())
 
 
-def _fetch_slowly(begin: multiprocessing.synchronize.Event, results: multiprocessing.Queue) -> None:
+def _fetch_slowly(begin: Event, results: multiprocessing.Queue) -> None:
     def download(entry: registry.Entry, folder: Path) -> Path:
         path = folder / entry.filename
         with path.open("wb") as file:
