@@ -110,8 +110,10 @@ def locate(name: str | os.PathLike[str], accept_license: str | None = None) -> P
         return path
     if registry.knows(text) and not Path(text).is_file():
         return registry.fetch(text, accept_license)
-    if os.sep not in text and "." not in text:
-        presets.open_yaml(text)  # raises with the nearest name
+    if os.sep not in text and "." not in text and not Path(text).exists():
+        if text.lower().startswith("dpa4"):
+            registry.entry(text)  # raises with the nearest name
+        presets.open_yaml(text)  # and so does this
     return Path(text)
 
 

@@ -14,7 +14,7 @@ from ase.build import molecule
 from test_sezm_oracle import CASES, close, graph, reference, structures
 
 import mlff
-from mlff import checkpoint
+from mlff import checkpoint, presets
 from mlff.cli import main
 from mlff.derivatives import evaluate
 from mlff.interop import deepmd
@@ -97,6 +97,28 @@ def toy_checkpoint() -> Path:
     if not path.exists():
         pytest.skip("deepmd-kit's public water checkpoint is not here; set MLFF_PEERS to the folder that has it")
     return path
+
+
+@pytest.mark.parametrize("name", [name for name in presets.names() if presets.weights_path(name) is not None])
+def test_deepmd_kit_agrees_on_trained_presets(name: str, tmp_path: Path) -> None:
+    """In float32, the precision in which presets are trained and used."""
+    pytest.importorskip("deepmd", reason="deepmd-kit 3.2.0 is not installed: see CONTRIBUTING.md for how to add it")
+    from deepmd.calculator import DP  # pyright: ignore[reportMissingImports]
+
+    path = deepmd.save(mlff.load(name, device="cpu"), tmp_path / f"{name}.pt")
+    ours, theirs = mlff.Calculator(name, device="cpu"), DP(str(path))
+    for kind in ("H2O", "CH3CH2OH", "C6H6"):
+        atoms = molecule(kind)
+        atoms.rattle(0.05, seed=1)
+        found = []
+        for calculator in (ours, theirs):
+            atoms.calc = calculator
+            found.append((atoms.get_potential_energy(), atoms.get_forces()))
+        (energy, forces), (expected, expected_forces) = found
+        print(name, kind, abs(energy - expected), np.abs(forces - expected_forces).max())
+        # float32 rounds each of two evaluations: 1e-5 eV/atom and 1e-4 eV/Å are what one model may differ by.
+        assert abs(energy - expected) < 1e-5 * len(atoms)
+        assert np.abs(forces - expected_forces).max() < 1e-4
 
 
 class Inputs(dict):

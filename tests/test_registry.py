@@ -110,6 +110,8 @@ def test_without_a_published_checksum_the_first_one_holds(place: Path, monkeypat
 def test_unknown_names_get_the_nearest(place: Path) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{NAME}'"):
         registry.fetch("DPA4-Neo-OMat24", "cc-by-nc", brings())
+    with pytest.raises(ValueError, match=f"no public checkpoint 'DPA4-Neo'; known are .*{NAME}"):
+        checkpoint.locate("DPA4-Neo")
 
 
 def _fetch_slowly(begin: Event, results: multiprocessing.Queue) -> None:
