@@ -2,6 +2,14 @@
 
 The header holds the whole model section, so that a stray file can say what it is. Loading is strict, and executes
 nothing.
+
+Wherever weights are asked for, a checkpoint of deepmd-kit does too, as does the name of a public one: what a file is
+and where it lies is decided here alone.
+
+    mini                              a preset
+    runs/x/model.safetensors          a file of ours
+    DPA4-Neo.pt, multi.pt::Water      a checkpoint of deepmd-kit, and one head of it
+    DPA4-Neo-OMat24-v20260805         a public checkpoint, see mlff.registry
 """
 
 from __future__ import annotations
@@ -16,8 +24,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mlff
-from mlff import presets
+from mlff import presets, registry
 from mlff.elements import SYMBOLS
+from mlff.interop import deepmd
 from mlff.sezm.options import Options
 from mlff.sezm.potential import SeZM
 
@@ -79,12 +88,15 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, str]:
     return header
 
 
-def locate(name: str | os.PathLike[str]) -> Path:
-    """Return the weights file that a preset's name or a path stands for.
+def locate(name: str | os.PathLike[str], accept_license: str | None = None) -> Path:
+    """Return the weights file that a name or a path stands for; `::HEAD` behind a path stays there.
+
+    A public checkpoint is fetched if it is not here yet; a file of the same name in the working folder goes first.
 
     Raises:
-        ValueError: the preset has no weights yet, or there is no preset of that name.
-        FileNotFoundError: a path was given and nothing is there.
+        ValueError: the preset has no weights yet, there is no preset of that name, or the licence of a public
+            checkpoint is not accepted (`accept_license`), or its file is damaged.
+        FileNotFoundError: a public checkpoint is not here and cannot be fetched.
     """
     text = os.fspath(name)
     if text in presets.names():
@@ -96,30 +108,70 @@ def locate(name: str | os.PathLike[str]) -> Path:
                 f"mlff.SeZM.from_preset({text!r}) gives an untrained model."
             )
         return path
-    if os.sep not in text and "." not in text:
-        presets.open_yaml(text)  # raises with the nearest name
+    if registry.knows(text) and not Path(text).is_file():
+        return registry.fetch(text, accept_license)
+    if os.sep not in text and "." not in text and not Path(text).exists():
+        if text.lower().startswith("dpa4"):
+            registry.entry(text)  # raises with the nearest name
+        presets.open_yaml(text)  # and so does this
     return Path(text)
 
 
-def load(
-    name: str | os.PathLike[str], device: str | torch.device = "auto", dtype: str | torch.dtype = "float32"
-) -> SeZM:
-    """Return a trained model in evaluation mode, from a preset's name or the path of a safetensors file.
-
-    `device` "auto" is the GPU where there is one. Weights of any floating-point type load as `dtype`, float32 or
-    float64.
+def describe(path: str | os.PathLike[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the model options of a weights file, as plain values, and the symbols of its elements.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the preset has no weights; the file is not a model of this package, or lacks or exceeds what its own
-            header asks for; the dtype is another.
+        ValueError: the file is no model that can be read here.
     """
-    path = locate(name)
+    file, head = _file_and_head(path)
+    if deepmd.is_checkpoint(file):
+        found = deepmd.read(file, head)
+        try:
+            return found.options.to_mapping(), found.elements
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    header = read_header(file)
+    return json.loads(header["model"]), tuple(json.loads(header["elements"]))
+
+
+def load(
+    name: str | os.PathLike[str],
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = "float32",
+    accept_license: str | None = None,
+) -> SeZM:
+    """Return a trained model in evaluation mode.
+
+    Args:
+        name: a preset, the path of a safetensors file of ours or of a deepmd-kit checkpoint (`x.pt`, or `x.pt::HEAD`
+            for one model of several), or the name of a public checkpoint.
+        device: "auto" is the GPU where there is one.
+        dtype: float32 or float64; weights of any floating-point type are converted. None keeps float64 where the
+            file has it.
+        accept_license: "cc-by-nc" where the licence of a public checkpoint excludes commercial use.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the preset has no weights; the file is no model that can be read, or lacks or exceeds what it says
+            of itself; a licence is not accepted; the dtype is another.
+    """
+    path, head = _file_and_head(locate(name, accept_license))
+    wanted = None if dtype is None else _dtype(dtype)
+    potential = deepmd.load(path, head, dtype=wanted) if deepmd.is_checkpoint(path) else _load_ours(path, wanted)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return potential.to(device).eval()
+
+
+def _load_ours(path: Path, dtype: torch.dtype | None) -> SeZM:
     header = read_header(path)
-    dtype = _dtype(dtype)
     options = Options.from_mapping(json.loads(header["model"]))
-    potential = SeZM(options, json.loads(header["elements"]), dtype=dtype)
     state = load_file(path)
+    if dtype is None:
+        exact = any(tensor.dtype == torch.float64 for name, tensor in state.items() if name != "reference_energies")
+        dtype = torch.float64 if exact else torch.float32
+    potential = SeZM(options, json.loads(header["elements"]), dtype=dtype)
     expected = potential.state_dict()
     missing, strange = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     wrong = [key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape]
@@ -129,9 +181,23 @@ def load(
             f"unknown {strange[:3]}, of another shape {sorted(wrong)[:3]}"
         )
     potential.load_state_dict(state)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return potential.to(device).eval()
+    return potential
+
+
+def _file_and_head(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """Return a path and the head asked for behind `::`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a head is asked of a file that has none.
+    """
+    name, sign, head = os.fspath(path).partition("::")
+    file = Path(name)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no weights file {name!r}")
+    if sign and not deepmd.is_checkpoint(file):
+        raise ValueError(f"{name!r} is no checkpoint of deepmd-kit, so it has no head {head!r}")
+    return file, head or None
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlff import presets
+
+if TYPE_CHECKING:
+    from mlff.sezm.potential import SeZM
 
 _COMMANDS = {
     "finetune": "train a preset further on your structures: mlff finetune preset=mini data.train=mine.xyz",
@@ -15,6 +20,8 @@ _COMMANDS = {
     "presets": "list the presets",
     "launches": "how kernels are cut on a GPU that need not be there: mlff launches preset=pro arch=sm_80,sm_120",
     "benchmark": "time training steps and forces on this machine: mlff benchmark preset=mini",
+    "import": "a deepmd-kit checkpoint to weights of ours: mlff import DPA4-Mini.pt output=mini.safetensors",
+    "export": "weights to a checkpoint that deepmd-kit opens: mlff export model.safetensors output=model.pt",
 }
 
 
@@ -37,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "presets": list_presets,
         "launches": list_launches,
         "benchmark": benchmark,
+        "import": import_checkpoint,
+        "export": export_checkpoint,
     }
     if name not in actions:
         return _mistake(f"there is no command {name!r}; the commands are {', '.join(_COMMANDS)}.")
@@ -162,6 +171,83 @@ def benchmark(arguments: Sequence[str] = ()) -> int:
             print(measured.line(config, atoms), flush=True)
 
     return _guarded(action)
+
+
+def import_checkpoint(arguments: Sequence[str]) -> int:
+    """Turn a deepmd-kit checkpoint, or a public one by its name, into weights of this package."""
+    keys = {
+        "output": "file to write; by default the checkpoint's name with .safetensors, here",
+        "head": "which model of a multi-task file; the error lists them",
+        "elements": "symbols to keep, as elements=H,C,O; by default all of the file",
+        "average": "true (the running average of weights, where the file has one) | false",
+        "accept_license": "cc-by-nc: you may use public weights that exclude commercial use",
+    }
+    if any(word in ("-h", "--help", "help") for word in arguments):
+        return _file_help("import", "CHECKPOINT.pt | PUBLIC-NAME", keys)
+
+    def action() -> None:
+        name, given = _file_and_keys(arguments, "import", keys, "DPA4-Mini.pt output=mini.safetensors")
+        if given.get("average", "true") not in ("true", "false"):
+            raise ValueError(f"average must be true or false; got {given['average']!r}.")
+        from mlff import checkpoint
+        from mlff.interop import deepmd
+
+        path = checkpoint.locate(name, given.get("accept_license"))
+        output = Path(given.get("output", f"{path.stem}.safetensors"))
+        if output.suffix != ".safetensors":
+            raise ValueError(f"output must end in .safetensors; got {str(output)!r}.")
+        elements = given["elements"].replace(",", " ").split() if "elements" in given else None
+        potential = deepmd.load(path, given.get("head"), elements, average=given.get("average", "true") == "true")
+        checkpoint.save(potential, output, imported_from=path.name)
+        print(f"{output}: {_said(potential)}")
+
+    return _guarded(action)
+
+
+def export_checkpoint(arguments: Sequence[str]) -> int:
+    """Turn weights of this package into a checkpoint of deepmd-kit."""
+    keys = {"output": "file to write, *.pt; by default the model's name with .pt, here"}
+    if any(word in ("-h", "--help", "help") for word in arguments):
+        return _file_help("export", "MODEL.safetensors | PRESET", keys)
+
+    def action() -> None:
+        name, given = _file_and_keys(arguments, "export", keys, "model.safetensors output=model.pt")
+        from mlff import checkpoint
+        from mlff.interop import deepmd
+
+        potential = checkpoint.load(name, device="cpu", dtype=None)
+        output = deepmd.save(potential, given.get("output", f"{Path(name).stem}.pt"))
+        print(f"{output}: {_said(potential)}")
+
+    return _guarded(action)
+
+
+def _file_and_keys(
+    arguments: Sequence[str], command: str, keys: Mapping[str, str], example: str
+) -> tuple[str, dict[str, str]]:
+    """Return the file of a command that takes one, and its keys."""
+    files = [word for word in arguments if "=" not in word]
+    given = dict(word.split("=", 1) for word in arguments if "=" in word)
+    for key in given:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"mlff {command} takes the keys {', '.join(keys)}; got {key!r}.{hint}")
+    if len(files) != 1:
+        raise ValueError(f"mlff {command} takes one file, as in mlff {command} {example}; got {len(files)}.")
+    return files[0], given
+
+
+def _file_help(command: str, file: str, keys: Mapping[str, str]) -> int:
+    lines = "\n".join(f"  {key:16s} {text}" for key, text in keys.items())
+    print(f"usage: mlff {command} {file} key=value …\n\n{lines}")
+    return 0
+
+
+def _said(potential: SeZM) -> str:
+    numbers = sum(parameter.numel() for parameter in potential.parameters())
+    known = len(potential.elements)
+    return f"{numbers:,} parameters, {known} elements, cutoff {potential.cutoff:g} Å"
 
 
 def _where(path: Path | None, weights: dict[str, str] | None) -> str:

@@ -153,7 +153,8 @@ class Config:
     """All keys of a run."""
 
     preset: str | None = _key(None, "nano | mini | neo | air | plus | pro | max | ultra")
-    weights: str | None = _key(None, "file to start from, instead of the preset's own; none = untrained")
+    weights: str | None = _key(None, "file (also deepmd-kit's .pt) or public checkpoint to start from; or none")
+    accept_license: str | None = _key(None, "cc-by-nc: you may use public weights that exclude commercial use")
     output: str | None = _key(None, "folder of the run; null = runs/<preset>-<date>-<n>")
     seed: int = _key(0, "of initial weights, split, order of batches")
     resume: str = _key("auto", "auto (continue what `output` holds) | never | path of a checkpoint")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -80,11 +79,13 @@ def trained_start(config: Config) -> Start | None:
     """
     if config.weights == "none":
         return None
-    path = Path(config.weights) if config.weights is not None else presets.weights_path(str(config.preset))
+    if config.weights is not None:
+        path = checkpoint.locate(config.weights, config.accept_license)
+    else:
+        path = presets.weights_path(str(config.preset))
     if path is None:
         return None
-    header = checkpoint.read_header(path)
-    _check_same(config, json.loads(header["model"]), json.loads(header["elements"]), path)
+    _check_same(config, *checkpoint.describe(path), path)
     potential = checkpoint.load(path, device="cpu")
     tensors, numbers = len(potential.state_dict()), sum(p.numel() for p in potential.parameters())
     whose = f"preset {config.preset}" if config.weights is None else str(path)

@@ -323,7 +323,7 @@ def evaluate_weights(config: Config) -> Path:
     if name is None:
         raise ValueError("evaluate needs weights=FILE or preset=NAME, and data.test=FILE.")
     device = "cpu" if config.trainer.accelerator == "cpu" else "auto"
-    potential = checkpoint.load(name, device=device)
+    potential = checkpoint.load(name, device=device, accept_license=config.accept_license)
     place = next(potential.parameters()).device
     dataset = open_test(config, potential.cutoff, potential.elements)
     print(f"Evaluating {name} on {len(dataset)} structures …", flush=True)

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import ase.io
+import laws
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,8 @@ from mlff.data.batch import collate, collate_targets
 from mlff.data.dataset import Dataset, join_frames, make_frames
 from mlff.data.packed import PackedGroup, write_packed
 from mlff.data.read import read, require_labels, split
+from mlff.derivatives import evaluate
+from mlff.sezm.potential import SeZM
 
 FILES = Path(__file__).parent / "data"
 
@@ -279,6 +282,50 @@ def test_rd10_a_batch_that_mixes_open_and_periodic():
     assert labels.index.tolist() == [0, 1, 2]
 
 
+SMALL = {"channels": 8, "lmax": 2, "n_blocks": 1, "n_radial": 6, "mixing_layers": 2, "rcut": 5.0}
+
+
+@pytest.mark.parametrize("elements", [["H", "O"], ["O", "H"], ["C", "O", "N", "H"]])
+def test_rd8_one_energy_whatever_the_order_of_types_and_of_elements(elements):
+    """Two type maps, three element lists; the rows of the tables move with their elements."""
+    potential = laws.noisy(SeZM.from_options(SMALL, ["H", "O", "C", "N"], dtype=torch.float64))
+    state = potential.state_dict()
+    other = SeZM.from_options(SMALL, elements, dtype=torch.float64)
+    rows = [potential.elements.index(number) for number in other.elements]
+    tables = {name for name, tensor in state.items() if len(tensor.shape) and len(tensor) == 4 and "types" in name}
+    tables.add("reference_energies")
+    other.load_state_dict({name: tensor[rows] if name in tables else tensor for name, tensor in state.items()})
+    wanted = None
+    for name in ("deepmd_order_OH", "deepmd_order_HO"):
+        graph, _ = read(FILES / name, 5.0)[0]
+        assert graph.numbers.tolist() == [8, 1, 1]
+        wanted = evaluate(potential, graph) if wanted is None else wanted
+        found = evaluate(other.eval(), graph)
+        assert wanted.forces.abs().max() > 0.1  # the molecule is not at rest: there is something to compare
+        assert torch.allclose(found.energy, wanted.energy, rtol=0, atol=3e-8)  # R-D8: 1e-8 eV/atom
+        assert torch.allclose(found.forces, wanted.forces, rtol=0, atol=1e-6)
+
+
+def test_rd10_energy_and_forces_of_open_systems_alone_and_beside_periodic_ones():
+    """The same atoms through ASE with pbc False, and a batch of open, periodic, open."""
+    potential = laws.noisy(SeZM.from_options(SMALL, ["H", "C", "O", "Cu", "Na", "Cl"], dtype=torch.float64))
+    graph, _ = read(FILES / "deepmd_nopbc", 5.0)[0]
+    atoms = Atoms(numbers=graph.numbers.numpy(), positions=graph.positions.numpy(), pbc=False)
+    wanted = evaluate(potential, graph_from_atoms(atoms, 5.0))
+    assert wanted.forces.abs().max() > 0.1
+    alone = evaluate(potential, graph)
+    batch = collate([graph, read(FILES / "deepmd_order_OH", 5.0)[0][0], graph])
+    mixed = evaluate(potential, batch)
+    assert batch.pbc.any(1).tolist() == [False, True, False]
+    for energy, forces in (
+        (alone.energy[0], alone.forces),
+        (mixed.energy[0], mixed.forces[batch.structure == 0]),
+        (mixed.energy[2], mixed.forces[batch.structure == 2]),
+    ):
+        assert abs(float(energy - wanted.energy[0])) < 1e-8 * len(atoms)
+        assert float((forces - wanted.forces).abs().max()) < 1e-6
+
+
 def deepmd_system(folder, types, symbols, sets, nopbc=False):
     """Write a system; `sets` is a list of dictionaries of arrays."""
     folder.mkdir(parents=True)
@@ -337,6 +384,58 @@ def test_deepmd_mixed_types(tmp_path):
         np.testing.assert_array_equal(graph.positions, coord[k, kinds[k] >= 0])
         np.testing.assert_array_equal(targets.forces, -coord[k, kinds[k] >= 0])
         assert targets.energy.item() == k
+
+
+def test_deepmd_conditions(tmp_path):
+    """Charge, multiplicity, spin vectors, frame and atom parameters; padding atoms have none."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "coord": rng.normal(scale=2, size=(2, 9)),
+        "real_atom_types": np.array([[0, 1, 1], [0, -1, 1]]),
+        "charge_spin": np.array([[1, 2], [-1, 1]]),
+        "spin": rng.normal(size=(2, 9)),
+        "fparam": rng.normal(size=(2, 2)),
+        "aparam": rng.normal(size=(2, 3)).astype(np.float32),
+        "force_mag": np.zeros((2, 9)),
+    }
+    folder = deepmd_system(tmp_path / "a", [0] * 3, ["O", "H"], [arrays], nopbc=True)
+    dataset = read(folder, 3.0)
+    graphs, _ = zip(*dataset, strict=True)
+    assert [(graph.charge.item(), graph.spin.item()) for graph in graphs] == [(1, 2), (-1, 1)]
+    for frame, (graph, there) in enumerate(zip(graphs, ([0, 1, 2], [0, 2]), strict=True)):
+        np.testing.assert_array_equal(graph.spins, arrays["spin"].reshape(2, 3, 3)[frame, there])
+        np.testing.assert_array_equal(graph.frame_parameters, arrays["fparam"][frame : frame + 1])
+        np.testing.assert_array_equal(graph.atom_parameters[:, 0], arrays["aparam"][frame, there])
+    assert collate(graphs).atom_parameters.shape == (5, 1)
+    assert dataset.names_found == ("force_mag",)
+    potential = SeZM.from_options(
+        {"channels": 4, "lmax": 1, "n_blocks": 1, "mixing_layers": 1, "numb_fparam": 2, "numb_aparam": 1}, ["O", "H"]
+    )
+    assert potential(collate(graphs)).isfinite().all()
+    del arrays["fparam"]
+    other = deepmd_system(tmp_path / "b", [0] * 3, ["O", "H"], [arrays], nopbc=True)
+    assert read(other, 3.0)[0][0].frame_parameters is None
+    with pytest.raises(
+        ValueError, match=r"a/set\.000, frame 0 has 2 frame parameters, but .*b/set\.000, frame 0 has 0"
+    ):
+        read([folder, other], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("charge_spin", np.zeros((2, 1)), r"charge_spin\.npy has 2 numbers; 2 frames need 4"),
+        ("spin", np.zeros((2, 3)), r"type\.raw lists 2 atoms, but spin\.npy has 1 in each"),
+        ("fparam", np.zeros(3), r"fparam\.npy has 3 numbers, no multiple of the 2 frames"),
+        ("aparam", np.zeros((2, 3)), r"aparam\.npy has 6 numbers, no multiple of the 4 atoms"),
+        ("fparam", np.full((2, 1), np.nan), r"fparam\.npy holds numbers that are not finite"),
+    ],
+)
+def test_deepmd_conditions_that_do_not_fit_are_named(tmp_path, name, values, words):
+    arrays = {"coord": np.arange(12.0).reshape(2, 6), name: values}
+    folder = deepmd_system(tmp_path / "system", [0, 1], ["O", "H"], [arrays], nopbc=True)
+    with pytest.raises(ValueError, match=words):
+        read(folder, 3.0)
 
 
 def test_rd12_inconsistent_files_are_named_with_both_numbers():

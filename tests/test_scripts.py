@@ -405,7 +405,10 @@ def test_mistakes_are_one_sentence_and_leave_nothing(name, files, tmp_path, caps
 
 def test_mistakes_of_the_command_line(capsys):
     assert run("fintune") == 2
-    words = "there is no command 'fintune'; the commands are finetune, train, evaluate, presets, launches, benchmark."
+    words = (
+        "there is no command 'fintune'; the commands are finetune, train, evaluate, presets, launches, benchmark, "
+        "import, export."
+    )
     assert words in capsys.readouterr().err
     assert run() == 2
     assert run("presets", "x=1") == 2
@@ -416,7 +419,7 @@ def test_mistakes_of_the_command_line(capsys):
 def test_help(capsys):
     assert run("--help") == 0
     said = capsys.readouterr().out
-    assert "finetune" in said and "benchmark" in said and "import" not in said
+    assert "finetune" in said and "import" in said and "export" in said and "benchmark" in said
     assert run("finetune", "--help") == 0
     assert "training.steps" in capsys.readouterr().out
     assert run("--version") == 0

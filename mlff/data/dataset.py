@@ -41,6 +41,8 @@ class Frames:
     weight: Float[np.ndarray, "S"]
     spins: Float[np.ndarray, "A 3"]  # vectors; zero for atoms without
     group: Int[np.ndarray, "S"]  # place of the group's name in group_names
+    frame_parameters: Float[np.ndarray, "S P"]  # conditions of each structure, P = 0 where there are none
+    atom_parameters: Float[np.ndarray, "A Q"]  # conditions of each atom, Q = 0 where there are none
     group_names: tuple[str, ...] = ("",)
     has_spins: bool = False
     sources: list[tuple[int, str, int]] = field(default_factory=list)  # number of structures, file, number of the first
@@ -105,8 +107,8 @@ class Frames:
         )
 
 
-_OF_ATOMS = ("numbers", "positions", "forces", "spins")
-_OF_STRUCTURES = ("sizes", "cell", "pbc", "energy", "stress", "charge", "spin", "weight", "group")
+_OF_ATOMS = ("numbers", "positions", "forces", "spins", "atom_parameters")
+_OF_STRUCTURES = ("sizes", "cell", "pbc", "energy", "stress", "charge", "spin", "weight", "group", "frame_parameters")
 
 
 def make_frames(
@@ -151,6 +153,9 @@ def make_frames(
             full[name] = np.broadcast_to(np.asarray(values, np.float64), shape).copy()
         else:
             full[name] = np.array(values, np.float64).reshape(shape)
+    for name, count in (("frame_parameters", S), ("atom_parameters", A)):
+        values = given.get(name)
+        full[name] = np.zeros((count, 0)) if values is None else np.array(values, np.float64)
     pbc, group = given.get("pbc"), given.get("group")
     periodic = np.broadcast_to(np.zeros(3, bool) if pbc is None else np.asarray(pbc, bool), (S, 3)).copy()
     open_ones = ~periodic.any(1)
@@ -171,7 +176,20 @@ def make_frames(
 
 
 def join_frames(parts: Sequence[Frames]) -> Frames:
-    """Return the structures of several sources as one table."""
+    """Return the structures of several sources as one table.
+
+    Raises:
+        ValueError: sources differ in the number of their frame or atom parameters.
+    """
+    for name in ("frame_parameters", "atom_parameters"):
+        first, *others = parts
+        for part in others:
+            here, there = (getattr(one, name).shape[1] for one in (first, part))
+            if here != there:
+                raise ValueError(
+                    f"{first.place(0)} has {here} {name.replace('_', ' ')}, but {part.place(0)} has {there}; "
+                    "structures that are read together need the same number."
+                )
     names = tuple(dict.fromkeys(name for part in parts for name in part.group_names))
     number_of = {name: k for k, name in enumerate(names)}
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_OF_STRUCTURES, *_OF_ATOMS)}
@@ -237,6 +255,8 @@ class Dataset:
             charge=_tensor(frames.charge[one]),
             spin=_tensor(frames.spin[one]),
             spins=_tensor(frames.spins[atoms]) if frames.has_spins else None,
+            frame_parameters=_tensor(frames.frame_parameters[one]) if frames.frame_parameters.shape[1] else None,
+            atom_parameters=_tensor(frames.atom_parameters[atoms]) if frames.atom_parameters.shape[1] else None,
         )
         targets = Targets(
             energy=_tensor(frames.energy[one]),

@@ -6,7 +6,13 @@
             energy.npy  (F,) eV                    force.npy       (F, 3 N) eV/Å
             virial.npy  (F, 9) eV, = -V stress     real_atom_types.npy  (F, N), -1 for no atom
 
-Types are places in the folder's own type_map.raw and nothing else. Numbers may be float32.
+Conditions, for models that read them:
+
+            charge_spin.npy  (F, 2) total charge (e) and spin multiplicity      spin.npy    (F, 3 N) spin vectors
+            fparam.npy       (F, P) of each frame                               aparam.npy  (F, N Q) of each atom
+
+Types are places in the folder's own type_map.raw and nothing else. Numbers may be float32. A label without a loss here,
+as force_mag.npy, is named among the labels found and not read.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import numpy as np
 from mlff.data.dataset import Frames, join_frames, make_frames
 from mlff.elements import atomic_number
 
-_NO_LABELS = ("coord", "box", "real_atom_types")
+_NO_LABELS = ("coord", "box", "real_atom_types", "charge_spin", "spin", "fparam", "aparam")
 
 
 def systems(folder: Path) -> list[Path]:
@@ -58,6 +64,11 @@ def _read_set(
         )
     n_frames, n_atoms = len(arrays["coord"]), len(types)
     widths = {"coord": 3 * n_atoms, "energy": 1, "force": 3 * n_atoms, "real_atom_types": n_atoms}
+    widths |= {"charge_spin": 2, "spin": 3 * n_atoms}
+    for name, count in (("fparam", n_frames), ("aparam", n_frames * n_atoms)):
+        if name in arrays:
+            _check_whole(path, name, arrays[name], count)
+            widths[name] = arrays[name].size // n_frames
     if not is_open:
         widths |= {"box": 9, "virial": 9}
     for name, width in widths.items():
@@ -79,6 +90,10 @@ def _read_set(
     numbers_of = _numbers(path.parent, symbols, np.unique(kinds[there]))
     positions, forces = rows("coord", n_atoms, 3), rows("force", n_atoms, 3)
     assert positions is not None
+    conditions, spins, of_atoms = rows("charge_spin", 2), rows("spin", n_atoms, 3), rows("aparam", n_atoms, -1)
+    for name in ("charge_spin", "spin", "fparam", "aparam"):
+        if name in arrays and not np.isfinite(arrays[name]).all():
+            raise ValueError(f"{path}: {name}.npy holds numbers that are not finite; conditions must all be known.")
     return make_frames(
         there.sum(1),
         numbers_of[kinds[there]],
@@ -90,7 +105,19 @@ def _read_set(
         energy=rows("energy"),
         forces=None if forces is None else forces[there],
         stress=stress,
+        charge=None if conditions is None else conditions[:, 0],
+        spin=None if conditions is None else conditions[:, 1],
+        spins=None if spins is None else spins[there],
+        frame_parameters=rows("fparam", -1),
+        atom_parameters=None if of_atoms is None else of_atoms[there],
     )
+
+
+def _check_whole(path: Path, name: str, array: np.ndarray, count: int) -> None:
+    """Raise ValueError unless an array holds the same number of conditions for each of `count` frames or atoms."""
+    if array.size == 0 or array.size % count:
+        what = "frames" if name == "fparam" else "atoms in all frames"
+        raise ValueError(f"{path}: {name}.npy has {array.size} numbers, no multiple of the {count} {what}.")
 
 
 def _check_size(path: Path, name: str, array: np.ndarray, n_frames: int, width: int, n_atoms: int) -> None:
@@ -98,7 +125,7 @@ def _check_size(path: Path, name: str, array: np.ndarray, n_frames: int, width: 
         return
     if len(array) != n_frames:
         raise ValueError(f"{path}: coord.npy has {n_frames} frames, but {name}.npy has {len(array)}.")
-    if width not in (1, 9):
+    if width not in (1, 2, 9):
         per_atom = 1 if name == "real_atom_types" else 3
         raise ValueError(
             f"{path}: type.raw lists {n_atoms} atoms, but {name}.npy has {array.size / n_frames / per_atom:g} in each "
