@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.library import triton_op
 
 from mlff.kernels import grid_pair_reference as reference
 from mlff.kernels.grid_pair_factors import Factors
-from mlff.kernels.host import plain, triton_version
+from mlff.kernels.host import operator, plain, triton_version
 
 DEFINITIONS: tuple[Callable[..., Any], ...] = (reference.forward, reference.backward, reference.double_backward)
 
@@ -80,7 +79,7 @@ def grid_pair(
     return _forward(left, right, to_grid, from_grid, matrix, factors.slots, factors.scale.float(), n_frames)
 
 
-@triton_op("mlff::grid_pair", mutates_args=())
+@operator("mlff::grid_pair")
 def _forward(
     left: Tensor,
     right: Tensor,
@@ -94,7 +93,7 @@ def _forward(
     return _results(0, (left, right), to_grid, from_grid, matrix, slots, scale, n_frames)[0]
 
 
-@triton_op("mlff::grid_pair_backward", mutates_args=())
+@operator("mlff::grid_pair_backward")
 def _backward(
     grad: Tensor,
     left: Tensor,
@@ -110,7 +109,7 @@ def _backward(
     return of_left, of_right
 
 
-@triton_op("mlff::grid_pair_double_backward", mutates_args=())
+@operator("mlff::grid_pair_double_backward")
 def _double_backward(
     grad_grad_left: Tensor,
     grad_grad_right: Tensor,

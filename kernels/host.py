@@ -12,11 +12,13 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import triton_op
 
 logger = logging.getLogger("mlff.kernels")
 
@@ -44,6 +46,24 @@ def plain(x: Tensor, elements: int) -> bool:
 def traced() -> bool:
     """Whether a compiler or a tracer follows this call, so that it must not depend on values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: `torch.library.triton_op` of a function that changes none of its arguments.
+
+    Where Triton is not installed torch warns of it for each operator. The reference takes over then, which is no fault.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        remarks = logging.getLogger("torch._library.triton")
+        before = remarks.level
+        remarks.setLevel(logging.ERROR)
+        try:
+            return triton_op(name, mutates_args=())(function)
+        finally:
+            remarks.setLevel(before)
+
+    return decorate
 
 
 @contextlib.contextmanager

@@ -15,10 +15,9 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.library import triton_op
 
 from mlff.kernels import silu_reference as reference
-from mlff.kernels.host import plain, triton_version
+from mlff.kernels.host import operator, plain, triton_version
 
 
 def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -32,17 +31,17 @@ def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return reference.forward(x) if plain(x, x.numel()) else _forward(x)
 
 
-@triton_op("mlff::silu", mutates_args=())
+@operator("mlff::silu")
 def _forward(x: Tensor) -> Tensor:
     return _version(x).forward(x)
 
 
-@triton_op("mlff::silu_backward", mutates_args=())
+@operator("mlff::silu_backward")
 def _backward(grad: Tensor, x: Tensor) -> Tensor:
     return _version(x).backward(grad, x)
 
 
-@triton_op("mlff::silu_double_backward", mutates_args=())
+@operator("mlff::silu_double_backward")
 def _double_backward(grad_grad: Tensor, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return _version(x).double_backward(grad_grad, grad, x)
 

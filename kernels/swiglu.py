@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.library import triton_op
 
 from mlff.kernels import swiglu_reference as reference
-from mlff.kernels.host import plain, triton_version
+from mlff.kernels.host import operator, plain, triton_version
 
 GATE_FIRST = {"gate_up": True, "up_gate": False}
 
@@ -85,17 +84,17 @@ def _checked(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
 # Two tensors.
 
 
-@triton_op("mlff::swiglu", mutates_args=())
+@operator("mlff::swiglu")
 def _forward(gate: Tensor, up: Tensor, out_dtype: torch.dtype) -> Tensor:
     return _version(gate).forward(gate, up, out_dtype)
 
 
-@triton_op("mlff::swiglu_backward", mutates_args=())
+@operator("mlff::swiglu_backward")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _version(gate).backward(grad, gate, up)
 
 
-@triton_op("mlff::swiglu_double_backward", mutates_args=())
+@operator("mlff::swiglu_double_backward")
 def _double_backward(
     grad_grad_gate: Tensor, grad_grad_up: Tensor, grad: Tensor, gate: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,17 +130,17 @@ _double_backward.register_autograd(_refuse, setup_context=_save)
 # Both in one tensor.
 
 
-@triton_op("mlff::swiglu_packed", mutates_args=())
+@operator("mlff::swiglu_packed")
 def _packed_forward(x: Tensor, gate_first: bool, out_dtype: torch.dtype) -> Tensor:
     return _version(x).packed_forward(x, gate_first, out_dtype)
 
 
-@triton_op("mlff::swiglu_packed_backward", mutates_args=())
+@operator("mlff::swiglu_packed_backward")
 def _packed_backward(grad: Tensor, x: Tensor, gate_first: bool) -> Tensor:
     return _version(x).packed_backward(grad, x, gate_first)
 
 
-@triton_op("mlff::swiglu_packed_double_backward", mutates_args=())
+@operator("mlff::swiglu_packed_double_backward")
 def _packed_double_backward(grad_grad: Tensor, grad: Tensor, x: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     return _version(x).packed_double_backward(grad_grad, grad, x, gate_first)
 
