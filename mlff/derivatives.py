@@ -80,17 +80,13 @@ def derivatives(potential: Potential, graph: Graph, create_graph: bool) -> Deriv
 
 
 def with_stress(found: Derivatives, graph: Graph) -> BatchPrediction:
-    """Return what `derivatives` gave with the stress that follows from it."""
+    """Return what `derivatives` gave with the stress that follows from it: NaN where there is no volume."""
     energy, energies, forces, virial, magnetic = found
-    stress = -0.5 * (virial + virial.transpose(1, 2)) / _volumes(graph)
-    return BatchPrediction(energy, energies, forces, virial, stress, magnetic)
-
-
-def _volumes(graph: Graph) -> Float[Tensor, "S 1 1"]:
-    """Volume of each structure in Å³, NaN where no axis is periodic or the lattice vectors span no volume."""
     volume = graph.volumes
-    periodic = graph.pbc.any(-1) & (volume > 0)
-    return torch.where(periodic, volume, torch.nan)[:, None, None]
+    known = (graph.pbc.any(-1) & (volume > 0))[:, None, None]
+    # NaN comes last: divided by, it would be in the gradient of all structures of the batch.
+    stress = -0.5 * (virial + virial.transpose(1, 2)) / torch.where(known, volume[:, None, None], 1.0)
+    return BatchPrediction(energy, energies, forces, virial, torch.where(known, stress, torch.nan), magnetic)
 
 
 def _ordinary(graph: Graph) -> Graph:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from ase import Atoms
 from ase.build import molecule
 from toy import PairPotential, molecules
 
@@ -125,6 +127,32 @@ def test_rk10_one_compilation_for_all_sizes(counted) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
     assert counter.frame_count == 1
     assert torch._dynamo.config.get_config_copy() == settings
+
+
+def test_rd10_open_and_periodic_structures_compiled(counted) -> None:
+    """In one batch, each as it is alone; the open ones have no stress."""
+    counted("aot_eager")
+    potential = PairPotential(seed=3, dtype=torch.float64)
+    random = np.random.default_rng(0)
+    open_, periodic = (
+        Atoms("HOH", random.normal(size=(3, 3)), cell=[5.0, 5.5, 6.0] if pbc else None, pbc=pbc)
+        for pbc in (False, True)
+    )
+    graphs = [graph_from_atoms(atoms, potential.cutoff) for atoms in (open_, periodic, open_)]
+    step = CompiledEvaluation(potential)
+    found, start = step(collate(graphs)), 0
+    for place, graph in enumerate(graphs):
+        alone = evaluate(potential, graph)
+        torch.testing.assert_close(found.energy[place].detach(), alone.energy[0], rtol=1e-12, atol=1e-12)
+        forces = found.forces[start : start + graph.n_atoms].detach()
+        torch.testing.assert_close(forces, alone.forces, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            found.stress[place].detach(), alone.stress[0], rtol=1e-12, atol=1e-12, equal_nan=True
+        )
+        start += graph.n_atoms
+    assert found.stress.isnan().all(-1).all(-1).tolist() == [True, False, True]
+    gradient = torch.autograd.grad(found.forces.square().sum() + found.stress[1].sum(), potential.first)[0]
+    assert bool(gradient.isfinite().all())
 
 
 def test_a_comparison_leaves_weights_and_random_numbers(counted) -> None:
