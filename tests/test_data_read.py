@@ -406,7 +406,9 @@ def test_deepmd_conditions(tmp_path):
         np.testing.assert_array_equal(graph.spins, arrays["spin"].reshape(2, 3, 3)[frame, there])
         np.testing.assert_array_equal(graph.frame_parameters, arrays["fparam"][frame : frame + 1])
         np.testing.assert_array_equal(graph.atom_parameters[:, 0], arrays["aparam"][frame, there])
-    assert collate(graphs).atom_parameters.shape == (5, 1)
+    together = collate(graphs).atom_parameters
+    assert together is not None
+    assert together.shape == (5, 1)
     assert dataset.names_found == ("force_mag",)
     potential = SeZM.from_options(
         {"channels": 4, "lmax": 1, "n_blocks": 1, "mixing_layers": 1, "numb_fparam": 2, "numb_aparam": 1}, ["O", "H"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_sezm_oracle import CASES, close, graph, reference, structures
 
 import mlff
 from mlff import checkpoint, presets
+from mlff.atoms import graph_from_atoms
 from mlff.cli import main
 from mlff.derivatives import evaluate
 from mlff.interop import deepmd
@@ -270,17 +272,90 @@ def test_forms_that_are_not_represented_are_refused_by_name(
         deepmd.load(path)
 
 
-def test_a_fitting_net_with_conditions_survives(tmp_path: Path) -> None:
-    """Frame and atom parameters, case vectors and FiLM, which no reference case has."""
-    options = {"channels": 8, "lmax": 1, "n_blocks": 1, "n_radial": 4, "mixing_layers": 1, "bias_out": True}
-    options |= {"numb_fparam": 2, "numb_aparam": 1, "dim_case_embd": 3, "case_film_embd": True, "n_focus": 2}
-    potential = SeZM.from_options(options, ["H", "O"], seed=3)
-    for name in ("frame_mean", "frame_inverse_std", "atom_mean", "atom_inverse_std", "case"):
-        potential.head.get_buffer(name).normal_(generator=torch.Generator().manual_seed(len(name)))
+BESIDE_THE_REFERENCES = {
+    "degree zero": {"lmax": 0, "kmax": 0},
+    "degree zero, gated": {"lmax": 0, "kmax": 0, "s2_activation": [False, False]},
+    "degree zero, wider atoms": {"lmax": 0, "kmax": 0, "s2_activation": [True, False], "extra_node_l": 1},
+    "two gated read-out layers": {"lmax": 2, "readout_layers": 2, "glu_activation": False},
+    "conditions": {"lmax": 2, "numb_fparam": 2, "numb_aparam": 1},
+    "case": {"lmax": 1, "dim_case_embd": 3},
+    "case film": {"lmax": 1, "dim_case_embd": 3, "case_film_embd": True, "fitting_neuron": [4, 0]},
+    "excluded element": {"lmax": 2, "bias_out": True, "atom_exclude_types": ["H"]},
+    "excluded pairs": {"lmax": 2, "exclude_types": [["H", "H"], ["C", "H"]]},
+    "focus, biases": {"lmax": 2, "mmax": None, "n_focus": 2, "focus_dim": 4, "node_wise_so3": True, "mlp_bias": True},
+    "schedules": {"lmax": 3, "l_schedule": [3, 1], "m_schedule": [2, 1], "extra_node_l": 1},
+    "no seed": {"lmax": 2, "use_env_seed": False, "extra_node_l": 1},
+    "radial layers": {"lmax": 2, "radial_mlp": [16, 0, 8], "edge_norm": False, "fitting_activation": "tanh"},
+    "residuals": {"lmax": 1, "so2_attn_res": "dependent", "block_attn_res": "independent", "mlp_bias": True},
+    "edge cartesian, biases": {"lmax": 2, "edge_cartesian": True, "mlp_bias": True},
+    "node cartesian, biases": {"lmax": 2, "node_cartesian": "default:2", "mlp_bias": True},
+    "no frame": {"lmax": 2, "mixing_layers": 0, "radial_so2_mode": "none"},
+}
+"""Options and their combinations that no reference case has."""
+
+
+def beside_the_references(name: str) -> SeZM:
+    """A model of float64 in which every parameter and constant of the head counts."""
+    options = {"channels": 8, "n_blocks": 1, "n_radial": 4, "mixing_layers": 2, **BESIDE_THE_REFERENCES[name]}
+    potential = SeZM.from_options(options, ["H", "C", "O"], seed=3, dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*potential.parameters(), *potential.head.buffers(), potential.get_buffer("reference_energies")):
+            tensor.add_(0.2 * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator))
+        potential.head.get_buffer("case").zero_()[:1] = 1  # one of several
+    return potential
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_REFERENCES)
+def test_other_options_survive(name: str, tmp_path: Path) -> None:
+    potential = beside_the_references(name)
     again = deepmd.load(deepmd.save(potential, tmp_path / "x.pt"))
     assert again.options == potential.options
     assert (after := again.state_dict()).keys() == (before := potential.state_dict()).keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    for mine, copied in zip(potential.head.buffers(), again.head.buffers(), strict=True):
+        assert torch.equal(mine, copied)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_focus": 2, "atten_v_proj": True}, "atten_v_proj and atten_o_proj mix all focus streams here"),
+        ({"n_focus": 2, "atten_o_proj": True}, "atten_v_proj and atten_o_proj mix all focus streams here"),
+        ({"message_node_so3": True, "kmax": 0}, "message_node_so3 and node_wise_so3 with kmax"),
+        ({"node_wise_so3": True, "l_schedule": [1, 0]}, "message_node_so3 and node_wise_so3 with kmax"),
+    ],
+)
+def test_what_deepmd_kit_would_read_as_another_model_is_not_written(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    potential = SeZM.from_options({"channels": 8, "lmax": 1, "n_blocks": 1, "n_radial": 4, **options}, ["H"])
+    with pytest.raises(ValueError, match=words):
+        deepmd.save(potential, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_REFERENCES)
+def test_deepmd_kit_agrees_on_other_options(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepmd", reason="deepmd-kit 3.2.0 is not installed: see CONTRIBUTING.md for how to add it")
+    from deepmd.infer import DeepPot  # pyright: ignore[reportMissingImports]
+
+    potential = beside_the_references(name)
+    path = deepmd.save(potential, tmp_path / "model.pt")
+    theirs = DeepPot(str(path))
+    theirs.deep_eval.dp.load_state_dict(torch.load(path, weights_only=True)["model"], strict=True)
+    atoms = molecule("CH3OH")
+    structure, given = graph_from_atoms(atoms, potential.cutoff), {}
+    if potential.options.numb_fparam:
+        given = {"fparam": np.array([[0.3, -0.2]]), "aparam": np.linspace(-1, 1, len(atoms))[:, None]}
+        frame, each = torch.tensor(given["fparam"]), torch.tensor(given["aparam"])
+        structure = dataclasses.replace(structure, frame_parameters=frame, atom_parameters=each)
+    types = [["H", "C", "O"].index(symbol) for symbol in atoms.get_chemical_symbols()]
+    energy, forces, *_ = theirs.eval(atoms.positions.reshape(1, -1), None, types, **given)
+    ours = evaluate(potential, structure)
+    assert np.abs(forces).max() > 1e-3  # zero forces would compare nothing
+    close(ours.energy, energy, 1e-9)  # round-off of two float64 programs
+    close(ours.forces, forces, 1e-9)
 
 
 def test_import_and_export_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,10 +70,13 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"head\.atom_mean", r"fitting_net.aparam_avg"),
     (r"head\.atom_inverse_std", r"fitting_net.aparam_inv_std"),
     (r"head\.case", r"fitting_net.case_embd"),
-    (r"head\.film\.first\.weight", r"fitting_net.case_film.case_layer1.weight"),
-    (r"head\.film\.second\.weight", r"fitting_net.case_film.case_layer2.weight"),
-    (r"head\.film\.projections\.(\d+)", r"fitting_net.case_film.projectors.\1"),
-    (r"head\.film\.(scale|shift)_strength", r"fitting_net.case_film.adam_case_film_\1_strength_log"),
+    (r"head\.film\.first\.weight", r"fitting_net.filter_layers.networks.0.case_film.case_layer1.weight"),
+    (r"head\.film\.second\.weight", r"fitting_net.filter_layers.networks.0.case_film.case_layer2.weight"),
+    (r"head\.film\.projections\.(\d+)", r"fitting_net.filter_layers.networks.0.case_film.projectors.\1"),
+    (
+        r"head\.film\.(scale|shift)_strength",
+        r"fitting_net.filter_layers.networks.0.case_film.adam_case_film_\1_strength_log",
+    ),
 )
 """Our names to theirs, whole names; what a rule leaves inside a unit is renamed by `_PARTS`."""
 
@@ -226,9 +229,18 @@ def save(potential: SeZM, path: str | os.PathLike[str]) -> Path:
     The file holds tensors and plain values only.
 
     Raises:
-        ValueError: the path does not end in .pt, by which deepmd-kit knows a checkpoint.
+        ValueError: the path does not end in .pt, by which deepmd-kit knows a checkpoint, or the options mean another
+            model there.
     """
     path = Path(path)
+    options = potential.options
+    if options.n_focus > 1 and not options.atten_f_mix and (options.atten_v_proj or options.atten_o_proj):
+        raise ValueError(
+            "atten_v_proj and atten_o_proj mix all focus streams here but each alone in deepmd-kit; it cannot be told "
+            "of this model unless atten_f_mix is on or n_focus is 1."
+        )
+    if (options.message_node_so3 or options.node_wise_so3) and 0 in (options.kmax, *options.degrees):
+        raise ValueError("message_node_so3 and node_wise_so3 with kmax or a degree of 0 have other maps in deepmd-kit.")
     if path.suffix != ".pt":
         raise ValueError(f"deepmd-kit reads checkpoints named *.pt; got {path.name!r}.")
     path.parent.mkdir(parents=True, exist_ok=True)

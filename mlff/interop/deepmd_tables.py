@@ -41,7 +41,7 @@ def tables(options: Options, tensors: Mapping[str, Tensor], atomic_numbers: Tens
             degrees = _m_major(degree, order)
             found[f"{unit}.degree_index_m"] = degrees
             found[f"{unit}.balance_weight"] = _balance(degrees, tensor.shape[1], tensor.shape[-1], dtype)
-        elif kind == "weight" and re.search(_BY_DEGREE, unit):
+        elif kind == "weight" and _BY_DEGREE.search(unit):
             found[f"{unit}.expand_index"] = _packed(len(tensor) - 1)
         elif kind == "weight" and unit.endswith(".gate_linear"):
             degrees = _m_major(degree, order) if ".non_linearities." in unit else _packed(degree)
@@ -52,10 +52,19 @@ def tables(options: Options, tensors: Mapping[str, Tensor], atomic_numbers: Tens
             found |= {f"{unit}.{key}": value for key, value in _orders(degree, order).items()}
         elif name.endswith("radial_degree_mixer.weight"):
             found |= {f"{unit}.{key}": value for key, value in _kernels(degree, order).items()}
+    if options.lmax == 0:  # activations have no gates by which to find them
+        none = torch.zeros(0, dtype=torch.int64)
+        for block in range(len(options.degrees)):
+            start = f"descriptor.blocks.{block}"
+            stack = range(0 if options.s2_activation[0] else options.mixing_layers - 1)
+            places = [f"so2_conv.non_linearities.{k}" for k in stack]
+            if not (options.s2_activation[1] or options.ffn_so3_grid):
+                places += [f"ffns.{k}.act" for k in range(options.ffn_blocks)]
+            found = {f"{start}.{place}.expand_index": none for place in places} | found
     return found | _constants(options, dtype, atomic_numbers)
 
 
-_BY_DEGREE = (
+_BY_DEGREE = re.compile(
     r"\.(so3_linear_[12]|(pre|post)_focus_mix|attn_(focus_mix|v_proj|o_proj)|(edge|node)_cartesian_tp\.linears\.\d+)$"
 )
 """Maps with one matrix for each degree."""

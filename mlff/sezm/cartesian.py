@@ -49,7 +49,7 @@ class _Layers(Tables):
         super().__init__()
         wide = options.n_focus * options.focus_width
         degrees = packed_degrees(degree)
-        self.linears = nn.ModuleList(DegreeLinear(degree, wide, wide) for _ in range(layers))
+        self.linears = nn.ModuleList(DegreeLinear(degree, wide, wide, bias=options.mlp_bias) for _ in range(layers))
         self.activations = nn.ModuleList(
             GatedActivation(degree, wide, 1, options.activation_function, options.mlp_bias, degrees)
             for _ in range(layers - 1)
