@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mlff import added_elements, checkpoint, optim, presets
+from mlff import added_elements, checkpoint, lora, optim, presets
 from mlff.config import Command, Config, make_config
 from mlff.data import statistics
 from mlff.data.batch import loader
@@ -59,6 +59,11 @@ def open_start(config: Config, command: Command) -> tuple[Start, Sets]:
     start = trained_start(config) if command == "finetune" else None
     if start is not None:
         return start, open_sets(config, start.potential.cutoff, start.potential.elements)
+    if config.finetune.mode == "lora":
+        raise ValueError(
+            f"finetune.mode=lora adapts a trained model; preset {config.preset} has no weights in this version. Give "
+            "weights=FILE, or leave out finetune.mode."
+        )
     if config.elements.add:
         raise ValueError(
             f"elements.add extends a trained model; preset {config.preset} has no weights in this version. Name its "
@@ -127,14 +132,26 @@ def _check_same(config: Config, options: dict, elements: Sequence[str], path: Pa
         )
 
 
-def freeze(potential: nn.Module, mode: str) -> None:
-    """Set which parameters train: all (`full`), the last rooms (`head`), or all but some (`frozen:trunk,types`).
+def prepare(config: Config, potential: SeZM) -> str:
+    """Set which parameters train; return a remark ("" if there is none).
+
+    All (`full`), the last rooms (`head`), all but some (`frozen:trunk,types`), or adapters that are put beside the
+    model's matrices (`lora`).
 
     Raises:
-        ValueError: a room does not exist, or nothing is left to train.
+        ValueError: a room does not exist, the rank of adapters is too high, or nothing is left to train.
     """
-    if mode == "full":
-        return
+    mode = config.finetune.mode
+    if mode == "lora":
+        rank = config.finetune.rank or lora.default_rank(potential.options.channels)
+        lora.insert(potential, rank, config.finetune.alpha or float(rank), config.seed)
+        return lora.describe(potential)
+    if mode != "full":
+        _freeze(potential, mode)
+    return ""
+
+
+def _freeze(potential: nn.Module, mode: str) -> None:
     rooms = [name for name, _ in potential.named_modules() if name]
     named = HEAD if mode == "head" else tuple(room.strip() for room in mode.partition(":")[2].split(","))
     for room in named:

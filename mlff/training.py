@@ -35,7 +35,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import mlff
-from mlff import added_elements, checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
+from mlff import added_elements, checkpoint, distributed, evaluation, finetuning, lora, optim, ranks, report, sharding
 from mlff.compiled import CannotCompile, Comparison, CompiledEvaluation
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.data.batch import collate
@@ -778,11 +778,13 @@ def run(config: Config, command: Command = "finetune") -> Path:
         check_device(device)
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
-    ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))
+    trains = ranks.together(lambda: finetuning.prepare(config, potential))
     added_elements.train_rows(potential, config.elements.add)
     ranks.together(lambda: optim.set_rates(potential, config.training.rates))
     say(start.note)
     say(sets.describe())
+    if trains:
+        say(trains)
     if last is None:
         config = ranks.from_first(lambda: finetuning.scaled(config, start, sets, device))
     else:
@@ -806,7 +808,8 @@ def run(config: Config, command: Command = "finetune") -> Path:
     stages: dict[str, dict[str, evaluation.Results]] = {}  # kept by the first rank alone
 
     def save(module: nn.Module, path: Path) -> None:
-        checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
+        plain = lora.merged(module)  # type: ignore[arg-type]
+        checkpoint.save(plain, path, preset=config.preset or "", command=command)
 
     def begin() -> dict[str, float]:
         """Write what is known before the first step; return loss and errors of the start on the validation set."""

@@ -1,4 +1,4 @@
-"""Elements that a model is taught, and what of it must stay as it was."""
+"""What a model learns beside what it knows, added elements and adapters, and what of it must stay as it was."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 
@@ -51,7 +51,7 @@ def test_known_elements_do_not_feel_an_added_one():
         assert b.optimizer_route == "adam"
 
 
-@pytest.mark.parametrize("mode", ["full", "head", "frozen:types,environment"])
+@pytest.mark.parametrize("mode", ["full", "head", "lora", "frozen:types,environment"])
 def test_rt6_an_added_element_is_learned_and_the_others_stay(tmp_path, mode):
     """O is absent from the data and never moves, nor does H in frozen tables; the rows of C train in every mode."""
     before = model(["H", "O"])
