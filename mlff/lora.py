@@ -35,8 +35,8 @@ from mlff.sezm.linear import normal, routed
 from mlff.sezm.potential import SeZM
 
 CHANNELS_PER_RANK = 16
-"""Channels of a model for each rank that its adapters have by default: between a sixteenth and a twentieth of all
-numbers then train, in every preset."""
+"""Channels of a model for each unit of the default rank. Then less than a fifteenth of all numbers trains in every
+preset; a fixed rank would be a quarter of a narrow model, or nearly nothing of a wide one."""
 
 
 def default_rank(channels: int) -> int:
