@@ -69,6 +69,9 @@ class FinetuneConfig:
     rank: int | None = _key(None, "of the adapters of lora; null = a sixteenth of the model's channels, at least 2")
     alpha: float | None = _key(None, "adapters of lora are multiplied by alpha / rank; null = rank")
     e0: str = _key("refit", "reference energies: refit | keep | isolated | file:PATH (CSV with element,eV)")
+    retention: str = _key(
+        "auto", "old structures judged before and after, for what is forgotten: auto (the preset's) | none | PATH"
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ class About:
     summary: str
     parameters: int
     trained_on: str | None
+    kept_sample: str | None  # structures of the same kind that were not trained on, `file::split` of the packaged data
     errors: str | None
     licence: str
     weights: dict[str, str] | None

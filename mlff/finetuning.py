@@ -27,11 +27,11 @@ from mlff.data import statistics
 from mlff.data.batch import loader
 from mlff.derivatives import evaluate
 from mlff.elements import SYMBOLS, atomic_number, atomic_numbers, names
-from mlff.evaluation import Results, errors
+from mlff.evaluation import Errors, Results, errors
 from mlff.graph import Graph, Targets
 from mlff.loss import differences, loss, loss_terms
 from mlff.report import ReferenceEnergy
-from mlff.sets import Sets, limited, open_sets
+from mlff.sets import Sets, limited, open_kept, open_sets, predict
 from mlff.sezm.potential import SeZM
 
 HEAD = ("readout", "head")
@@ -58,7 +58,9 @@ def open_start(config: Config, command: Command) -> tuple[Start, Sets]:
     """
     start = trained_start(config) if command == "finetune" else None
     if start is not None:
-        return start, open_sets(config, start.potential.cutoff, start.potential.elements)
+        cutoff, elements = start.potential.cutoff, start.potential.elements
+        sets = open_sets(config, cutoff, elements)
+        return start, dataclasses.replace(sets, kept=open_kept(config, cutoff, elements))
     if config.finetune.mode == "lora":
         raise ValueError(
             f"finetune.mode=lora adapts a trained model; preset {config.preset} has no weights in this version. Give "
@@ -176,9 +178,17 @@ class Unexplained:
     n_atoms: np.ndarray  # (S,)
 
 
-def fit_reference_energies(
-    config: Config, potential: SeZM, sets: Sets, device: torch.device
-) -> tuple[np.ndarray, np.ndarray, str]:
+@dataclass(frozen=True)
+class Fitted:
+    """New reference energies of a model, in the order of its elements."""
+
+    after: np.ndarray  # eV
+    determined: np.ndarray  # whether the data alone fix an element's value
+    error: np.ndarray  # standard error, eV; NaN where there is none
+    remark: str = ""  # for the user
+
+
+def fit_reference_energies(config: Config, potential: SeZM, sets: Sets, device: torch.device) -> Fitted:
     """Return `new_reference_energies` of the training set; the model is not changed."""
     data = None
     if config.finetune.e0 in ("refit", "isolated"):
@@ -213,8 +223,8 @@ def unexplained(potential: SeZM, batches: Iterable[tuple[Graph, Targets]], devic
     return Unexplained(composition, np.concatenate(energies), composition.sum(1))
 
 
-def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return reference energies after fitting, which of them the data determine, and a remark ("" if there is none).
+def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None) -> Fitted:
+    """Return the reference energies that a mode asks for.
 
     Args:
         potential: the model; it is not changed.
@@ -226,18 +236,19 @@ def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None)
         FileNotFoundError: the file is not there.
     """
     before = potential.get_buffer("reference_energies").cpu().numpy().copy()
-    none = np.zeros(len(before), dtype=bool)
+    unknown = np.full(len(before), np.nan)
+    kept = Fitted(before, np.zeros(len(before), dtype=bool), unknown)
     if mode == "keep":
-        return before, none, ""
+        return kept
     if mode.startswith("file:"):
-        return (*_from_file(Path(mode.removeprefix("file:")), potential.elements, before), "")
+        return Fitted(*_from_file(Path(mode.removeprefix("file:")), potential.elements, before), unknown)
     assert data is not None
     if mode == "isolated":
-        return (*_from_isolated_atoms(potential.elements, before, data), "")
+        return Fitted(*_from_isolated_atoms(potential.elements, before, data), unknown)
     if not len(data.energy):
-        return before, none, ""
+        return kept
     fitted = statistics.reference_energies(data.composition, data.energy, before, potential.elements)
-    return fitted.after, fitted.determined, fitted.warning
+    return Fitted(fitted.after, fitted.determined, fitted.error, fitted.warning)
 
 
 def _from_isolated_atoms(
@@ -280,15 +291,16 @@ def _from_file(path: Path, elements: Sequence[int], before: np.ndarray) -> tuple
     return after, found
 
 
-def set_reference_energies(
-    potential: SeZM, after: np.ndarray, determined: np.ndarray, present: Iterable[int]
-) -> list[ReferenceEnergy]:
+def set_reference_energies(potential: SeZM, fitted: Fitted, present: Iterable[int]) -> list[ReferenceEnergy]:
     """Put new reference energies into a model; return a row for each element that is present or has changed."""
+    after, determined, error = fitted.after, fitted.determined, fitted.error
     before = potential.get_buffer("reference_energies").cpu().numpy().copy()
     potential.get_buffer("reference_energies").copy_(torch.from_numpy(np.asarray(after, dtype=np.float64)))
     shown = set(present)
     return [
-        ReferenceEnergy(SYMBOLS[number], float(before[place]), float(after[place]), bool(determined[place]))
+        ReferenceEnergy(
+            SYMBOLS[number], float(before[place]), float(after[place]), bool(determined[place]), float(error[place])
+        )
         for place, number in enumerate(potential.elements)
         if number in shown or after[place] != before[place]
     ]
@@ -318,16 +330,46 @@ def settle(
     Returns:
         Results and rows with the new values, and whether there are any.
     """
-    after, _, _ = fit_reference_energies(config, potential, sets, device)
-    shifts = np.zeros(len(SYMBOLS))
-    shifts[list(potential.elements)] = after - potential.get_buffer("reference_energies").cpu().numpy()
+    fitted = fit_reference_energies(config, potential, sets, device)
+    shifts = shifts_to(potential, fitted.after)
     moved = {name: found.shifted(shifts) for name, found in results.items()}
     old, new = (errors(found["validation"]).energy_mae_per_atom for found in (results, moved))
     if not new < old:
         return results, rows, False
-    set_reference_energies(potential, after, np.zeros(len(after), dtype=bool), ())
-    values = dict(zip((SYMBOLS[number] for number in potential.elements), after.tolist(), strict=True))
-    return moved, [dataclasses.replace(row, after=values[row.element]) for row in rows], True
+    changed = {row.element: row for row in set_reference_energies(potential, fitted, potential.elements)}
+    new = [changed[row.element] for row in rows]
+    return moved, [dataclasses.replace(b, before=a.before) for a, b in zip(rows, new, strict=True)], True
+
+
+def shifts_to(potential: SeZM, reference_energies: np.ndarray) -> np.ndarray:
+    """Return what other reference energies would add to those of a model, (119,) in eV by atomic number."""
+    shifts = np.zeros(len(SYMBOLS))
+    shifts[list(potential.elements)] = reference_energies - potential.get_buffer("reference_energies").cpu().numpy()
+    return shifts
+
+
+KEPT_ON_CPU = 60
+"""Structures of the pretraining that are judged at most without a GPU, where one takes some 30 ms under preset mini."""
+
+
+def judge_kept(
+    potential: SeZM, reference_energies: np.ndarray, sets: Sets, config: Config, device: torch.device
+) -> Errors:
+    """Return the errors on structures of the pretraining, with the reference energies of that time.
+
+    New reference energies are those of another method, and would add a constant for each element to every error.
+
+    Args:
+        potential: the model; it is not changed.
+        reference_energies: eV, in the order of its elements.
+        sets: `kept` is judged, evenly spaced parts of it where it is large and there is no GPU.
+        config: the run.
+        device: where the model is.
+    """
+    assert sets.kept is not None
+    few = min(KEPT_ON_CPU, config.data.test_limit or KEPT_ON_CPU) if device.type == "cpu" else 0
+    found = predict(potential, limited(sets.kept, few), config, device, "kept sample")
+    return errors(found.shifted(shifts_to(potential, reference_energies)))
 
 
 FASTEST = 0.01
