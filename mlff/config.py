@@ -65,8 +65,13 @@ class DataConfig:
 class FinetuneConfig:
     """What changes when a trained model meets new data."""
 
-    mode: str = _key("full", "full | head | frozen:<rooms> (rooms: modules of the model, comma-separated)")
+    mode: str = _key("full", "full | head | lora | frozen:<rooms> (rooms: modules of the model, comma-separated)")
+    rank: int | None = _key(None, "of the adapters of lora; null = a sixteenth of the model's channels, at least 2")
+    alpha: float | None = _key(None, "adapters of lora are multiplied by alpha / rank; null = rank")
     e0: str = _key("refit", "reference energies: refit | keep | isolated | file:PATH (CSV with element,eV)")
+    retention: str = _key(
+        "auto", "old structures judged before and after, for what is forgotten: auto (the preset's) | none | PATH"
+    )
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,7 @@ class About:
     summary: str
     parameters: int
     trained_on: str | None
+    kept_sample: str | None  # structures of the same kind that were not trained on, `file::split` of the packaged data
     errors: str | None
     licence: str
     weights: dict[str, str] | None
@@ -372,6 +378,11 @@ def check(config: Config, command: Command) -> None:
         _demand(getattr(trainer, key) > 0, f"trainer.{key}", "more than 0", getattr(trainer, key))
     _check_mode(config.finetune.mode)
     _check_e0(config.finetune.e0)
+    for key in ("rank", "alpha"):
+        value = getattr(config.finetune, key)
+        _demand(value is None or value > 0, f"finetune.{key}", "more than 0, or null", value)
+    if config.finetune.mode == "lora" and (command == "train" or config.weights == "none"):
+        raise ValueError("finetune.mode=lora adapts a trained model; from scratch there is none. Leave it out.")
     for key, table in (("rates", training.rates), ("group_weights", training.group_weights)):
         for name, factor in table.items():
             _demand(0 <= factor < float("inf"), f"training.{key}.{name}", "0 or more", factor)
@@ -393,10 +404,8 @@ def check(config: Config, command: Command) -> None:
 
 def _check_mode(mode: str) -> None:
     name, _, rooms = mode.partition(":")
-    if name == "lora":
-        raise ValueError("finetune.mode=lora is not in this version; use full, head or frozen:<rooms>.")
-    if mode not in ("full", "head") and not (name == "frozen" and rooms):
-        raise ValueError(f"finetune.mode must be full, head or frozen:<rooms>; got {mode!r}.")
+    if mode not in ("full", "head", "lora") and not (name == "frozen" and rooms):
+        raise ValueError(f"finetune.mode must be full, head, lora or frozen:<rooms>; got {mode!r}.")
 
 
 def _check_e0(e0: str) -> None:

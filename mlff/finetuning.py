@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from mlff import added_elements, checkpoint, optim, presets
+from mlff import added_elements, checkpoint, lora, optim, presets
 from mlff.config import Command, Config, make_config
 from mlff.data import statistics
 from mlff.data.batch import loader
 from mlff.derivatives import evaluate
 from mlff.elements import SYMBOLS, atomic_number, atomic_numbers, names
-from mlff.evaluation import Results, errors
+from mlff.evaluation import Errors, Results, errors
 from mlff.graph import Graph, Targets
 from mlff.loss import differences, loss, loss_terms
 from mlff.report import ReferenceEnergy
-from mlff.sets import Sets, limited, open_sets
+from mlff.sets import Sets, limited, open_kept, open_sets, predict
 from mlff.sezm.potential import SeZM
 
 HEAD = ("readout", "head")
@@ -57,7 +57,14 @@ def open_start(config: Config, command: Command) -> tuple[Start, Sets]:
     """
     start = trained_start(config) if command == "finetune" else None
     if start is not None:
-        return start, open_sets(config, start.potential.cutoff, start.potential.elements)
+        cutoff, elements = start.potential.cutoff, start.potential.elements
+        sets = open_sets(config, cutoff, elements)
+        return start, dataclasses.replace(sets, kept=open_kept(config, cutoff, elements))
+    if config.finetune.mode == "lora":
+        raise ValueError(
+            f"finetune.mode=lora adapts a trained model; preset {config.preset} has no weights in this version. Give "
+            "weights=FILE, or leave out finetune.mode."
+        )
     if config.elements.add:
         raise ValueError(
             f"elements.add extends a trained model; preset {config.preset} has no weights in this version. Name its "
@@ -128,14 +135,26 @@ def _check_same(config: Config, options: dict, elements: Sequence[str], path: Pa
         )
 
 
-def freeze(potential: nn.Module, mode: str) -> None:
-    """Set which parameters train: all (`full`), the last rooms (`head`), or all but some (`frozen:trunk,types`).
+def prepare(config: Config, potential: SeZM) -> str:
+    """Set which parameters train; return a remark ("" if there is none).
+
+    All (`full`), the last rooms (`head`), all but some (`frozen:trunk,types`), or adapters that are put beside the
+    model's matrices (`lora`).
 
     Raises:
-        ValueError: a room does not exist, or nothing is left to train.
+        ValueError: a room does not exist, the rank of adapters is too high, or nothing is left to train.
     """
-    if mode == "full":
-        return
+    mode = config.finetune.mode
+    if mode == "lora":
+        rank = config.finetune.rank or lora.default_rank(potential.options.channels)
+        lora.insert(potential, rank, config.finetune.alpha or float(rank), config.seed)
+        return lora.describe(potential)
+    if mode != "full":
+        _freeze(potential, mode)
+    return ""
+
+
+def _freeze(potential: nn.Module, mode: str) -> None:
     rooms = [name for name, _ in potential.named_modules() if name]
     named = HEAD if mode == "head" else tuple(room.strip() for room in mode.partition(":")[2].split(","))
     for room in named:
@@ -160,9 +179,17 @@ class Unexplained:
     n_atoms: np.ndarray  # (S,)
 
 
-def fit_reference_energies(
-    config: Config, potential: SeZM, sets: Sets, device: torch.device
-) -> tuple[np.ndarray, np.ndarray, str]:
+@dataclass(frozen=True)
+class Fitted:
+    """New reference energies of a model, in the order of its elements."""
+
+    after: np.ndarray  # eV
+    determined: np.ndarray  # whether the data alone fix an element's value
+    error: np.ndarray  # standard error, eV; NaN where there is none
+    remark: str = ""  # for the user
+
+
+def fit_reference_energies(config: Config, potential: SeZM, sets: Sets, device: torch.device) -> Fitted:
     """Return `new_reference_energies` of the training set; the model is not changed."""
     data = None
     if config.finetune.e0 in ("refit", "isolated"):
@@ -197,8 +224,8 @@ def unexplained(potential: SeZM, batches: Iterable[tuple[Graph, Targets]], devic
     return Unexplained(composition, np.concatenate(energies), composition.sum(1))
 
 
-def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return reference energies after fitting, which of them the data determine, and a remark ("" if there is none).
+def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None) -> Fitted:
+    """Return the reference energies that a mode asks for.
 
     Args:
         potential: the model; it is not changed.
@@ -210,18 +237,19 @@ def new_reference_energies(potential: SeZM, mode: str, data: Unexplained | None)
         FileNotFoundError: the file is not there.
     """
     before = potential.get_buffer("reference_energies").cpu().numpy().copy()
-    none = np.zeros(len(before), dtype=bool)
+    unknown = np.full(len(before), np.nan)
+    kept = Fitted(before, np.zeros(len(before), dtype=bool), unknown)
     if mode == "keep":
-        return before, none, ""
+        return kept
     if mode.startswith("file:"):
-        return (*_from_file(Path(mode.removeprefix("file:")), potential.elements, before), "")
+        return Fitted(*_from_file(Path(mode.removeprefix("file:")), potential.elements, before), unknown)
     assert data is not None
     if mode == "isolated":
-        return (*_from_isolated_atoms(potential.elements, before, data), "")
+        return Fitted(*_from_isolated_atoms(potential.elements, before, data), unknown)
     if not len(data.energy):
-        return before, none, ""
+        return kept
     fitted = statistics.reference_energies(data.composition, data.energy, before, potential.elements)
-    return fitted.after, fitted.determined, fitted.warning
+    return Fitted(fitted.after, fitted.determined, fitted.error, fitted.warning)
 
 
 def _from_isolated_atoms(
@@ -264,15 +292,16 @@ def _from_file(path: Path, elements: Sequence[int], before: np.ndarray) -> tuple
     return after, found
 
 
-def set_reference_energies(
-    potential: SeZM, after: np.ndarray, determined: np.ndarray, present: Iterable[int]
-) -> list[ReferenceEnergy]:
+def set_reference_energies(potential: SeZM, fitted: Fitted, present: Iterable[int]) -> list[ReferenceEnergy]:
     """Put new reference energies into a model; return a row for each element that is present or has changed."""
+    after, determined, error = fitted.after, fitted.determined, fitted.error
     before = potential.get_buffer("reference_energies").cpu().numpy().copy()
     potential.get_buffer("reference_energies").copy_(torch.from_numpy(np.asarray(after, dtype=np.float64)))
     shown = set(present)
     return [
-        ReferenceEnergy(SYMBOLS[number], float(before[place]), float(after[place]), bool(determined[place]))
+        ReferenceEnergy(
+            SYMBOLS[number], float(before[place]), float(after[place]), bool(determined[place]), float(error[place])
+        )
         for place, number in enumerate(potential.elements)
         if number in shown or after[place] != before[place]
     ]
@@ -302,16 +331,46 @@ def settle(
     Returns:
         Results and rows with the new values, and whether there are any.
     """
-    after, _, _ = fit_reference_energies(config, potential, sets, device)
-    shifts = np.zeros(len(SYMBOLS))
-    shifts[list(potential.elements)] = after - potential.get_buffer("reference_energies").cpu().numpy()
+    fitted = fit_reference_energies(config, potential, sets, device)
+    shifts = shifts_to(potential, fitted.after)
     moved = {name: found.shifted(shifts) for name, found in results.items()}
     old, new = (errors(found["validation"]).energy_mae_per_atom for found in (results, moved))
     if not new < old:
         return results, rows, False
-    set_reference_energies(potential, after, np.zeros(len(after), dtype=bool), ())
-    values = dict(zip((SYMBOLS[number] for number in potential.elements), after.tolist(), strict=True))
-    return moved, [dataclasses.replace(row, after=values[row.element]) for row in rows], True
+    changed = {row.element: row for row in set_reference_energies(potential, fitted, potential.elements)}
+    new = [changed[row.element] for row in rows]
+    return moved, [dataclasses.replace(b, before=a.before) for a, b in zip(rows, new, strict=True)], True
+
+
+def shifts_to(potential: SeZM, reference_energies: np.ndarray) -> np.ndarray:
+    """Return what other reference energies would add to those of a model, (119,) in eV by atomic number."""
+    shifts = np.zeros(len(SYMBOLS))
+    shifts[list(potential.elements)] = reference_energies - potential.get_buffer("reference_energies").cpu().numpy()
+    return shifts
+
+
+KEPT_ON_CPU = 60
+"""Structures of the pretraining that are judged at most without a GPU, where one takes some 30 ms under preset mini."""
+
+
+def judge_kept(
+    potential: SeZM, reference_energies: np.ndarray, sets: Sets, config: Config, device: torch.device
+) -> Errors:
+    """Return the errors on structures of the pretraining, with the reference energies of that time.
+
+    New reference energies are those of another method, and would add a constant for each element to every error.
+
+    Args:
+        potential: the model; it is not changed.
+        reference_energies: eV, in the order of its elements.
+        sets: `kept` is judged, evenly spaced parts of it where it is large and there is no GPU.
+        config: the run.
+        device: where the model is.
+    """
+    assert sets.kept is not None
+    few = min(KEPT_ON_CPU, config.data.test_limit or KEPT_ON_CPU) if device.type == "cpu" else 0
+    found = predict(potential, limited(sets.kept, few), config, device, "kept sample")
+    return errors(found.shifted(shifts_to(potential, reference_energies)))
 
 
 FASTEST = 0.01

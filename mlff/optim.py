@@ -40,6 +40,7 @@ from torch.optim.adamw import adamw
 
 from mlff import ranks
 from mlff.config import TrainingConfig
+from mlff.sezm.linear import OPTIMIZER_ATTRIBUTES
 
 Route = Literal["adam", "adamw", "muon"]
 K = TypeVar("K")
@@ -76,10 +77,10 @@ def route(parameter: Tensor) -> Route:
         if chosen == "muon" and parameter.ndim < 2:
             raise ValueError(f"optimizer_route muon needs a matrix; got a parameter of shape {tuple(parameter.shape)}")
         return chosen
-    return "muon" if min(_matrices(parameter)[1:]) > 1 else "adam"
+    return "muon" if min(matrix_shape(parameter)[1:]) > 1 else "adam"
 
 
-def _matrices(parameter: Tensor) -> tuple[int, int, int]:
+def matrix_shape(parameter: Tensor) -> tuple[int, int, int]:
     """Return how many matrices a parameter holds, and their rows and columns.
 
     Axes of length one do not count. The last two of the others are the matrix, those before them make a stack; a
@@ -122,7 +123,7 @@ def set_rates(module: nn.Module, rates: Mapping[str, float]) -> None:
 
 def describe_like(parameter: Tensor, other: Tensor) -> None:
     """Give a parameter what another one says to the optimiser: its route, its rows, its rate."""
-    for name in ("optimizer_route", "optimizer_rows", "optimizer_rate"):
+    for name in OPTIMIZER_ATTRIBUTES:
         if hasattr(other, name):
             setattr(parameter, name, getattr(other, name))
 
@@ -303,7 +304,7 @@ class _Stack:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
         self.parameters: list[nn.Parameter] = list(parameters)
-        self.shapes = [_matrices(parameter) for parameter in parameters]
+        self.shapes = [matrix_shape(parameter) for parameter in parameters]
         self.short, side = sorted(self.shapes[0][1:])
         self.square = self.short == side
         self.long = max(max(shape[1:]) for shape in self.shapes)
@@ -390,13 +391,13 @@ def _stack(parameters: Sequence[nn.Parameter]) -> list[_Stack]:
     squares: dict[Any, list[nn.Parameter]] = {}
     others: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        short, long = sorted(_matrices(parameter)[1:])
+        short, long = sorted(matrix_shape(parameter)[1:])
         home = squares if short == long else others
         home.setdefault((short, parameter.device, parameter.dtype), []).append(parameter)
     stacks = [_Stack(members) for members in squares.values()]
     for members in others.values():
         batch: list[nn.Parameter] = []
-        for parameter in sorted(members, key=lambda parameter: max(_matrices(parameter)[1:])):
+        for parameter in sorted(members, key=lambda parameter: max(matrix_shape(parameter)[1:])):
             if batch and _padded_cost([*batch, parameter]) > 2.0:
                 stacks.append(_Stack(batch))
                 batch = []
@@ -407,8 +408,8 @@ def _stack(parameters: Sequence[nn.Parameter]) -> list[_Stack]:
 
 def _padded_cost(parameters: Sequence[nn.Parameter]) -> float:
     """Elements of a padded batch over those of its matrices; a batch below 2^20 elements counts as free."""
-    long = max(max(_matrices(parameter)[1:]) for parameter in parameters)
-    padded = sum(parameter.numel() // max(_matrices(parameter)[1:]) * long for parameter in parameters)
+    long = max(max(matrix_shape(parameter)[1:]) for parameter in parameters)
+    padded = sum(parameter.numel() // max(matrix_shape(parameter)[1:]) * long for parameter in parameters)
     return 1.0 if padded < 2**20 else padded / sum(parameter.numel() for parameter in parameters)
 
 

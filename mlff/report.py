@@ -36,6 +36,7 @@ class ReferenceEnergy:
     before: float
     after: float
     determined: bool  # whether the data alone fix it
+    error: float = math.nan  # standard error of the fit; NaN where there is none
 
     @property
     def shift(self) -> float:
@@ -45,22 +46,27 @@ class ReferenceEnergy:
 
 def reference_energy_table(rows: Sequence[ReferenceEnergy]) -> str:
     """Return reference energies as a printable table."""
-    lines = [f"{'element':9s}{'E0 before (eV)':>16s}{'after (eV)':>16s}{'shift (eV)':>14s}  determined"]
+    lines = [f"{'element':9s}{'E0 before (eV)':>16s}{'after (eV)':>16s}{'shift (eV)':>14s}{'+- (eV)':>11s}  determined"]
     for row in rows:
         known = "yes" if row.determined else "no"
-        lines.append(f"{row.element:9s}{row.before:16.5f}{row.after:16.5f}{row.shift:14.5f}  {known}")
+        values = f"{row.before:16.5f}{row.after:16.5f}{row.shift:14.5f}{_error_text(row):>11s}"
+        lines.append(f"{row.element:9s}{values}  {known}")
     return "\n".join(lines)
 
 
+def _error_text(row: ReferenceEnergy) -> str:
+    return "-" if math.isnan(row.error) else f"{row.error:.2g}"
+
+
 def write_reference_energies(path: Path, rows: Sequence[ReferenceEnergy]) -> None:
-    """Write e0.csv: element, before, after, shift in eV, and whether the data determine it."""
+    """Write e0.csv: element; before, after, shift in eV; whether the data determine it; its standard error in eV."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(("element", "before", "after", "shift", "determined"))
+        writer.writerow(("element", "before", "after", "shift", "determined", "error"))
         for row in rows:
-            writer.writerow(
-                (row.element, repr(row.before), repr(row.after), repr(row.shift), str(row.determined).lower())
-            )
+            values = (repr(row.before), repr(row.after), repr(row.shift))
+            error = "" if math.isnan(row.error) else repr(row.error)
+            writer.writerow((row.element, *values, str(row.determined).lower(), error))
 
 
 def parity_plot(path: Path, after: Results, before: Results | None = None) -> None:
@@ -209,6 +215,8 @@ class Page:
     title: str
     facts: dict[str, str]  # what was done: preset, data, steps, time
     stages: dict[str, dict[str, Errors]]  # set -> stage (as loaded, new E0, fine-tuned) -> errors
+    kept: dict[str, Errors]  # stage -> errors on structures of the pretraining; empty: not judged
+    kept_text: str  # which structures these are
     groups: dict[str, tuple[Errors | None, Errors]]  # group -> before, after
     elements: dict[str, tuple[Errors | None, Errors]]  # element -> before, after
     reference_energies: Sequence[ReferenceEnergy]
@@ -222,6 +230,9 @@ def write_page(path: Path, page: Page) -> None:
     for name, stages in page.stages.items():
         parts.append(f"<h2>Errors: {html.escape(name)}</h2>")
         parts.append(_error_table("model", {stage: (None, found) for stage, found in stages.items()}))
+    if page.kept:
+        parts += ["<h2>What the model still knows</h2>", f"<p>{html.escape(page.kept_text)}</p>"]
+        parts.append(_error_table("model", {stage: (None, found) for stage, found in page.kept.items()}))
     for caption, picture in page.pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode()
         text = html.escape(caption)
@@ -303,12 +314,12 @@ def _error_table(head: str, rows: dict[str, tuple[Errors | None, Errors]], energ
 def _reference_energies(rows: Sequence[ReferenceEnergy]) -> str:
     lines = "".join(
         f"<tr><td>{row.element}</td><td>{row.before:.5f}</td><td>{row.after:.5f}</td><td>{row.shift:+.5f}</td>"
-        f"<td>{'yes' if row.determined else 'no'}</td></tr>"
+        f"<td>{_error_text(row)}</td><td>{'yes' if row.determined else 'no'}</td></tr>"
         for row in rows
     )
     return (
         "<table><thead><tr><th>element</th><th>before (eV)</th><th>after (eV)</th><th>shift (eV)</th>"
-        f"<th>determined by the data</th></tr></thead><tbody>{lines}</tbody></table>"
+        f"<th>standard error (eV)</th><th>determined by the data</th></tr></thead><tbody>{lines}</tbody></table>"
     )
 
 

@@ -5,9 +5,11 @@ Without `data.train` a run uses the data set that comes with the package.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import nn
 
 from mlff import evaluation, presets, ranks
 from mlff.atoms import LabelKeys
-from mlff.config import Config, DataConfig
+from mlff.config import Config, DataConfig, about
 from mlff.data.batch import loader
 from mlff.data.dataset import Dataset
 from mlff.data.read import read, require_labels, split
@@ -33,6 +35,7 @@ class Sets:
     valid: Dataset
     test: Dataset | None
     source: str  # what they are, in a few words
+    kept: Dataset | None = None  # of the kind that the starting model was trained on, to see what it forgets
 
     def describe(self) -> str:
         """Return one line for the screen: how many structures, which elements."""
@@ -50,7 +53,8 @@ class Sets:
     def limited(self, config: DataConfig) -> Sets:
         """Return evenly spaced parts of the sets, as `train_limit`, `valid_limit` and `test_limit` say."""
         test = self.test if self.test is None else limited(self.test, config.test_limit)
-        return Sets(limited(self.train, config.train_limit), limited(self.valid, config.valid_limit), test, self.source)
+        train, valid = limited(self.train, config.train_limit), limited(self.valid, config.valid_limit)
+        return dataclasses.replace(self, train=train, valid=valid, test=test)
 
     def judge(
         self, potential: nn.Module, config: Config, device: torch.device
@@ -162,6 +166,33 @@ def open_sets(config: Config, cutoff: float, elements: tuple[int, ...] | None) -
         there = ", ".join(name or "(no name)" for name in sorted({*train.groups, *valid.groups}))
         raise ValueError(f"training.group_weights: no structure has the group {strange[0]!r}; the groups are {there}.")
     return Sets(train.weighted(weights), valid.weighted(weights), test, source)
+
+
+def open_kept(config: Config, cutoff: float, elements: tuple[int, ...]) -> Dataset | None:
+    """Read the structures on which a run sees what it forgets: `finetune.retention`; None where there are none.
+
+    With `auto`, those that come with the preset, unless the run has other weights or is about these structures itself.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: a file cannot be read, or holds an element that the model does not know, or no structure.
+    """
+    wanted, keys = config.finetune.retention, label_keys(config.data)
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        name = about(config.preset).kept_sample if config.preset is not None and config.weights is None else None
+        if name is None:
+            return None
+        file = presets.data_path(name.partition("::")[0]).resolve()
+        given = (*config.data.train, *config.data.valid)
+        if any(file.is_relative_to(Path(path.partition("::")[0]).resolve()) for path in given):
+            return None
+        wanted, keys = f"{file}::{name.partition('::')[2]}", LabelKeys()
+    dataset = read((wanted,), cutoff, elements, keys)
+    if not len(dataset):
+        raise ValueError(f"finetune.retention={wanted} holds no structure; give another file, or none.")
+    return dataset
 
 
 def open_test(config: Config, cutoff: float, elements: tuple[int, ...]) -> Dataset:

@@ -35,7 +35,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import mlff
-from mlff import added_elements, checkpoint, distributed, evaluation, finetuning, optim, ranks, report, sharding
+from mlff import added_elements, checkpoint, distributed, evaluation, finetuning, lora, optim, ranks, report, sharding
 from mlff.compiled import CannotCompile, Comparison, CompiledEvaluation
 from mlff.config import Command, Config, ModelConfig, TrainingConfig, continued, make_config, write
 from mlff.data.batch import collate
@@ -778,11 +778,13 @@ def run(config: Config, command: Command = "finetune") -> Path:
         check_device(device)
     start, sets = ranks.together(lambda: finetuning.open_start(config, command))
     potential = start.potential.to(device)
-    ranks.together(lambda: finetuning.freeze(potential, config.finetune.mode))
+    trains = ranks.together(lambda: finetuning.prepare(config, potential))
     added_elements.train_rows(potential, config.elements.add)
     ranks.together(lambda: optim.set_rates(potential, config.training.rates))
     say(start.note)
     say(sets.describe())
+    if trains:
+        say(trains)
     if last is None:
         config = ranks.from_first(lambda: finetuning.scaled(config, start, sets, device))
     else:
@@ -794,19 +796,20 @@ def run(config: Config, command: Command = "finetune") -> Path:
         if config.finetune.e0 in ("refit", "isolated")
         else "Reference energies are given."
     )
-    after, determined, remark = ranks.from_first(
-        lambda: finetuning.fit_reference_energies(config, potential, sets, device)
-    )
+    fitted = ranks.from_first(lambda: finetuning.fit_reference_energies(config, potential, sets, device))
 
     symbols = tuple(SYMBOLS[number] for number in potential.elements)
     model = ModelConfig(**{**vars(potential.options), "elements": symbols})
     config = dataclasses.replace(config, output=str(folder), model=model)
-    rows = finetuning.set_reference_energies(potential, after, determined, sets.train.elements)
+    old_energies = potential.get_buffer("reference_energies").cpu().numpy().copy()
+    rows = finetuning.set_reference_energies(potential, fitted, sets.train.elements)
 
     stages: dict[str, dict[str, evaluation.Results]] = {}  # kept by the first rank alone
+    kept: dict[str, evaluation.Errors] = {}
 
     def save(module: nn.Module, path: Path) -> None:
-        checkpoint.save(module, path, preset=config.preset or "", command=command)  # type: ignore[arg-type]
+        plain = lora.merged(module)  # type: ignore[arg-type]
+        checkpoint.save(plain, path, preset=config.preset or "", command=command)
 
     def begin() -> dict[str, float]:
         """Write what is known before the first step; return loss and errors of the start on the validation set."""
@@ -815,8 +818,8 @@ def run(config: Config, command: Command = "finetune") -> Path:
         say(f"Everything goes to {folder}.")
         write_whole(folder / "e0.csv", lambda draft: report.write_reference_energies(draft, rows))
         say("\n" + report.reference_energy_table(rows))
-        if remark:
-            say(remark)
+        if fitted.remark:
+            say(fitted.remark)
         before, values = sets.judge(potential, config, device)
         stages["as loaded" if start.trained else "untrained"] = before
         if any(row.shift for row in rows):
@@ -827,6 +830,8 @@ def run(config: Config, command: Command = "finetune") -> Path:
                 stages[name] = {part: old.shifted(-shift) for part, old in before.items()}
             stages["new reference energies"] = before
         say("\nBefore training:\n" + evaluation.table({name: errors(found) for name, found in before.items()}))
+        if sets.kept is not None and config.training.steps > 0:
+            kept["as loaded"] = finetuning.judge_kept(potential, old_energies, sets, config, device)
         if last is None:
             # The start is the best model so far: a training that improves nothing must not make it worse either.
             write_whole(folder / "model.safetensors", lambda draft: save(potential, draft))
@@ -854,9 +859,14 @@ def run(config: Config, command: Command = "finetune") -> Path:
                 say("\nReference energies, fitted once more to what the trained network leaves:")
                 say(report.reference_energy_table(last_rows))
         stages[name if config.training.steps > 0 else "written"] = last_results
-        page = _report(folder, config, start, sets, stages, last_rows, outcome, time.monotonic() - began)
+        if kept:
+            kept[name] = finetuning.judge_kept(best, old_energies, sets, config, device)
+            write_whole(folder / "retention.csv", lambda draft: evaluation.write_summary(draft, kept))
+        page = _report(folder, config, start, sets, stages, kept, last_rows, outcome, time.monotonic() - began)
         for set_name, found in page.stages.items():
             say(f"\nErrors, {set_name}:\n" + evaluation.table(found, "model"))
+        if page.kept:
+            say(f"\nWhat the model still knows: {page.kept_text}\n" + evaluation.table(page.kept, "model"))
         if outcome is not None and outcome.interrupted:
             say(f"\nStopped at step {outcome.steps}; the same command with output={folder} goes on from there.")
         say("\nWritten:")
@@ -898,6 +908,7 @@ def _report(
     start: finetuning.Start,
     sets: Sets,
     stages: dict[str, dict[str, evaluation.Results]],
+    kept: dict[str, evaluation.Errors],
     rows: list[report.ReferenceEnergy],
     outcome: Outcome | None,
     seconds: float,
@@ -921,10 +932,15 @@ def _report(
         "time": _duration(seconds),
         "written by": f"mlff {mlff.__version__}",
     }
+    source = f"structures like those that preset {config.preset} was trained on, but none of them"
+    if config.finetune.retention != "auto":
+        source = f"structures of {config.finetune.retention}"
     page = report.Page(
         title=f"{config.preset or 'model'}: {folder.name}",
         facts=facts,
         stages={name: {stage: errors(found[name]) for stage, found in stages.items()} for name in after},
+        kept=kept,
+        kept_text=f"{source}; energies with the reference energies that the model came with." if kept else "",
         groups={name: (old_groups.get(name), found) for name, found in evaluation.by_group(after[shown]).items()},
         elements={name: (old_elements.get(name), found) for name, found in evaluation.by_element(after[shown]).items()},
         reference_energies=rows,
@@ -939,6 +955,7 @@ def _report(
             "curves.png": "errors over steps",
             "metrics.csv": "errors over steps, as numbers",
             "e0.csv": "reference energies",
+            **({"retention.csv": "errors on structures of the pretraining, before and after"} if kept else {}),
             "config.yaml": "every key; runs again as config=PATH",
             **({"checkpoints/last.ckpt": "to continue from"} if outcome else {}),
         },

@@ -1,19 +1,28 @@
-"""Elements that a model is taught, and what of it must stay as it was."""
+"""What a model learns beside what it knows, added elements and adapters, and what of it must stay as it was."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import laws
 import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from safetensors.torch import load_file
+from test_scripts import write_structures
+from torch.nn.utils import parametrize
 
 import mlff
-from mlff import added_elements, cli, presets
+from mlff import added_elements, cli, compiled, lora, optim, presets
+from mlff.compiled import CompiledEvaluation
+from mlff.config import preset_options
+from mlff.derivatives import evaluate
 from mlff.elements import group
+from mlff.lora import Adapter
 from mlff.sezm.potential import SeZM
 
 DATA = Path(__file__).parent / "data"
@@ -51,7 +60,7 @@ def test_known_elements_do_not_feel_an_added_one():
         assert b.optimizer_route == "adam"
 
 
-@pytest.mark.parametrize("mode", ["full", "head", "frozen:types,environment"])
+@pytest.mark.parametrize("mode", ["full", "head", "lora", "frozen:types,environment"])
 def test_rt6_an_added_element_is_learned_and_the_others_stay(tmp_path, mode):
     """O is absent from the data and never moves, nor does H in frozen tables; the rows of C train in every mode."""
     before = model(["H", "O"])
@@ -93,3 +102,177 @@ def test_a_preset_without_weights_has_nothing_to_add_to(monkeypatch, capsys, tmp
     monkeypatch.setattr(presets, "weights_path", lambda name: None)
     assert cli.main(["finetune", "preset=nano", "elements.add=[Fe]", *FILES, *SHORT, f"output={tmp_path / 'r'}"]) == 2
     assert "preset nano has no weights in this version" in capsys.readouterr().err
+
+
+LORA = ["finetune.mode=lora", "training.ema=0.5", "training.schedule=constant", "training.warmup=0"]
+LORA += ["trainer.logger=none", "trainer.accelerator=cpu", "training.learning_rate=0.01"]
+
+
+def adapted(potential: SeZM, rank: int = 2, alpha: float = 3.0) -> SeZM:
+    """A copy with adapters that change what it says."""
+    changed = copy.deepcopy(potential)
+    lora.insert(changed, rank, alpha)
+    generator = torch.Generator().manual_seed(1)
+    for module in changed.modules():
+        if isinstance(module, Adapter):
+            noise = torch.randn(module.right.shape, generator=generator, dtype=torch.float64)
+            module.right.data += 0.1 / module.left.shape[-2] ** 0.5 * noise
+    return changed
+
+
+def reduced(preset: str) -> SeZM:
+    """A preset's every choice in few channels, in float64, with forces of order 1 eV/Å."""
+    options = preset_options(preset)[0] | {"channels": 8, "n_blocks": 1}
+    return laws.noisy(SeZM.from_options(options, ["H", "O", "Cu"], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("preset", ["mini", "pro"])
+def test_merged_adapters_are_the_adapters(preset, rank):
+    """Energies and forces to 1e-6; the merged model has the names of the one before, and that one is untouched."""
+    before = reduced(preset)
+    model = adapted(before, rank)
+    atoms = laws.cluster(before.elements)
+    plain, found = laws.results(before, atoms), laws.results(model, atoms)
+    merged = lora.merged(model)
+    assert sorted(merged.state_dict()) == sorted(before.state_dict())
+    assert lora.merged(merged) is merged
+    one = laws.results(merged, atoms)
+    torch.testing.assert_close(one.energy, found.energy, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.forces, found.forces, rtol=0, atol=1e-6)
+    assert (found.energy - plain.energy).abs() > 1e-2 and (found.forces - plain.forces).abs().max() > 1e-2
+    laws.same(laws.results(model, atoms), found)  # merging has not touched it
+
+
+@pytest.mark.parametrize("preset", ["mini", "pro"])
+def test_adapters_keep_the_laws(preset):
+    """A rotation, another order of atoms, a supercell; forces and stress are derivatives of the energy."""
+    model = adapted(reduced(preset))
+    cluster, crystal = laws.cluster(model.elements), laws.crystal(model.elements)
+    for atoms in (cluster, crystal):
+        laws.rotation(model, atoms)
+        laws.permutation(model, atoms)
+    laws.supercell(model, crystal)
+    laws.forces_are_differences(model, cluster, directions=1)
+    laws.force_loss_gradient(model, cluster)
+
+
+@pytest.mark.parametrize("preset", ["mini", "pro"])
+def test_adapters_are_a_tenth_of_a_model_at_most(preset):
+    """With the default rank. Every adapter is on the route of matrices, and starts as nothing."""
+    options, elements = preset_options(preset)
+    potential = SeZM.from_options(options, elements)
+    whole = sum(parameter.numel() for parameter in potential.parameters())
+    lora.insert(potential, lora.default_rank(potential.options.channels), 1.0)
+    trained = [parameter for parameter in potential.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in trained) < whole / 10
+    assert {optim.route(parameter) for parameter in trained} == {"muon"}
+    adapters = [module for module in potential.modules() if isinstance(module, Adapter)]
+    assert len(trained) == 2 * len(adapters)
+    for adapter in adapters:
+        assert adapter.left.any() and not adapter.right.any()
+
+
+def test_a_rank_that_saves_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"finetune.rank=100 is no smaller than any matrix of this model"):
+        lora.insert(model(["H"]), 100, 1.0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[str]:
+    """Small molecules of H and O in several compositions, and a model that knows C besides."""
+    folder = tmp_path_factory.mktemp("structures")
+    keys = [
+        f"data.{name}={write_structures(folder / f'{name}.xyz', 8, n)}" for n, name in enumerate(("train", "valid"))
+    ]
+    weights = mlff.save(model(["H", "C", "O"]), folder / "start.safetensors")
+    return [*keys, f"weights={weights}", "training.batch_atoms=12"]
+
+
+def last_checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def test_only_adapters_move(files, tmp_path):
+    """Weights below adapters and all others are those of before, bit for bit; the file is their sum, of averages."""
+    start = model(["H", "C", "O"])
+    keys = ["finetune.alpha=5", "training.steps=6", "training.validate_every=0"]
+    assert cli.main(["finetune", *LORA, *files, *keys, f"output={tmp_path / 'r'}"]) == 0
+    state, written = last_checkpoint(tmp_path / "r")["state_dict"], load_file(tmp_path / "r" / "model.safetensors")
+    adapters = 0
+    for name, value in start.named_parameters():
+        room, _, own = name.rpartition(".")
+        inner = f"{room}.parametrizations.{own}"
+        for prefix in ("potential", "averaged"):
+            original = f"{prefix}.{inner}.original"
+            assert torch.equal(state[original if original in state else f"{prefix}.{name}"], value), name
+        if f"averaged.{inner}.original" not in state:
+            assert torch.equal(written[name], value), name
+            continue
+        adapters += 1
+        left, right = (state[f"averaged.{inner}.0.{side}"] for side in ("left", "right"))
+        assert right.any() and not torch.equal(right, state[f"potential.{inner}.0.right"])
+        torch.testing.assert_close(written[name], value + 2.5 * (left @ right).view(value.shape), rtol=0, atol=1e-6)
+        assert not torch.equal(written[name], value)
+    assert adapters == sum(optim.route(value) == "muon" for value in start.parameters())
+    assert written["reference_energies"][1] == 0.0  # C is not in the data
+    assert written["reference_energies"][[0, 2]].abs().min() > 1.0
+
+
+def test_a_continued_run_with_adapters_is_the_unbroken_one(files, tmp_path):
+    """Weights, adapters, their averages and momenta, bit for bit; a learning rate that does not depend on the end."""
+    keys = ["finetune", *LORA, *files, "training.validate_every=3"]
+    assert cli.main([*keys, "training.steps=6", f"output={tmp_path / 'whole'}"]) == 0
+    assert cli.main([*keys, "training.steps=3", f"output={tmp_path / 'parts'}"]) == 0
+    assert cli.main([*keys[:1], *files[2:3], "training.steps=6", f"output={tmp_path / 'parts'}"]) == 0
+    one, other = (last_checkpoint(tmp_path / name) for name in ("whole", "parts"))
+    assert one["global_step"] == other["global_step"] == 6
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    moments = [end["optimizer_states"][0]["state"] for end in (one, other)]
+    trained = [name for name in one["state_dict"] if name.startswith("potential.") and name.endswith(("left", "right"))]
+    assert len(moments[0]) == len(trained)
+    for first, second in zip(moments[0].values(), moments[1].values(), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_adapters_compile(monkeypatch):
+    """Every gradient of a loss on forces through compiled code, on sizes it was not compiled for."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    # Few operations, which take the compiler less time; matrices by degree, by order, and plain ones are among them.
+    options = {**OPTIONS, "random_gamma": False, "use_env_seed": False, "so3_readout": "none", "n_atten_head": 0}
+    options |= {"ffn_so3_grid": False, "s2_activation": [False, False], "message_node_so3": False}
+    potential = adapted(laws.noisy(SeZM.from_options(options, ["H", "O", "Cu"], dtype=torch.float64))).train()
+    step = CompiledEvaluation(potential)
+    trained = [parameter for parameter in potential.parameters() if parameter.requires_grad]
+    for count in (5, 8):
+        graph = laws.graph(potential, laws.cluster(potential.elements, count, seed=count))
+        gradients = []
+        for way in (step, lambda graph: evaluate(potential, graph, create_graph=True)):
+            found = way(graph)
+            total = found.energy.sum() + torch.linalg.vector_norm(found.forces, dim=-1).sum()
+            gradients.append(torch.autograd.grad(total, trained, materialize_grads=True))
+        norms = torch.stack([gradient.norm() for gradient in gradients[1]])
+        assert (norms > 0).sum() > 0.8 * len(trained)
+        for one, other in zip(*gradients, strict=True):  # float64; far smaller ones are differences of larger numbers
+            assert (one - other).norm() <= 1e-9 * max(float(other.norm()), 1e-3 * float(norms.max()))
+    torch._dynamo.reset()
+
+
+def test_a_copy_keeps_what_parameters_say_to_the_optimiser():
+    """Routes, rows and learning rates, of a model and of its adapters; a plain copy of a parameter forgets them."""
+    potential = model(["H", "O"])
+    lora.insert(potential, 2, 2.0)
+    optim.set_rates(potential, {"trunk": 0.5, "types": 0.1})
+    copied = copy.deepcopy(potential)
+    rates = set()
+    for one, other in zip(potential.parameters(), copied.parameters(), strict=True):
+        assert optim.route(one) == optim.route(other)
+        assert optim.matrix_shape(one) == optim.matrix_shape(other)
+        assert optim.rate(one) == optim.rate(other)
+        rates.add(optim.rate(other))
+    assert rates == {1.0, 0.5, 0.1}
+    assert parametrize.is_parametrized(copied.trunk.blocks[0].convolution.pre_mix)

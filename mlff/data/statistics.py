@@ -34,6 +34,7 @@ class ReferenceEnergies:
     before: Float[np.ndarray, "E"]
     after: Float[np.ndarray, "E"]
     determined: Bool[np.ndarray, "E"]  # whether the data alone fix this element's value
+    error: Float[np.ndarray, "E"]  # standard error of what is determined, eV; NaN elsewhere, and without spare energies
     present: Bool[np.ndarray, "E"]  # whether the element occurs
     rank: int  # independent compositions
     residual: float  # root mean square of what is left, eV per structure; NaN without energies
@@ -54,7 +55,9 @@ def reference_energies(
     """Fit the reference energies of elements to total energies, as near as possible to a starting point.
 
     Among all least-squares solutions the one with the smallest sum of squared changes is returned; elements that do not
-    occur keep their value.
+    occur keep their value. Standard errors are those of linear regression, sqrt(s² diag (XᵀX)⁺) with s² the sum of
+    squared residuals over (structures - rank): they take the residuals of structures for independent, which frames of
+    one trajectory are not.
 
     Args:
         compositions: how many atoms of each element each structure has.
@@ -88,12 +91,20 @@ def reference_energies(
     determined = np.zeros(columns, dtype=bool)
     # An element is fixed when its axis lies in the space of compositions, that is, when its projection has length one.
     determined[present] = (directions[kept] ** 2).sum(axis=0) > 1.0 - 1e-6
+    spare = int(known.sum() - kept.sum())
+    error = np.full(columns, np.nan)
+    if spare > 0:
+        variances = (
+            ((remaining - counts @ shift) ** 2).sum() / spare * ((directions / sizes[:, None])[kept] ** 2).sum(0)
+        )
+        error[present] = np.where(determined[present], np.sqrt(variances), np.nan)
     residual = float(np.sqrt(np.mean((remaining - counts @ shift) ** 2))) if known.any() else float("nan")
     free = present & ~determined
     return ReferenceEnergies(
         before=start,
         after=start + shift,
         determined=determined,
+        error=error,
         present=present,
         rank=int(kept.sum()),
         residual=residual,

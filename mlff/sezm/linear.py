@@ -59,7 +59,7 @@ def one_matrix(values: Float[Tensor, "i ..."]) -> nn.Parameter:
     return parameter
 
 
-OPTIMIZER_ATTRIBUTES = ("optimizer_route", "optimizer_rows")
+OPTIMIZER_ATTRIBUTES = ("optimizer_route", "optimizer_rows", "optimizer_rate")
 """What a parameter may say to the optimizer; `copy.deepcopy` of a parameter forgets it."""
 
 
@@ -106,8 +106,8 @@ class FocusLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n F i"]) -> Float[Tensor, "*n F o"]:
         """Return the map of the last axis, stream by stream."""
-        single = self.weight.shape[1] == 1
-        y = x @ self.weight[:, 0] if single else torch.einsum("...fi,ifo->...fo", x, self.weight)
+        weight = self.weight
+        y = x @ weight[:, 0] if weight.shape[1] == 1 else torch.einsum("...fi,ifo->...fo", x, weight)
         return y if self.bias is None else y + self.bias
 
 
