@@ -1,6 +1,6 @@
 """What a model learns beside what it knows, added elements and adapters, and what of it must stay as it was."""
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
