@@ -338,8 +338,7 @@ def settle(
     if not new < old:
         return results, rows, False
     changed = {row.element: row for row in set_reference_energies(potential, fitted, potential.elements)}
-    new = [changed[row.element] for row in rows]
-    return moved, [dataclasses.replace(b, before=a.before) for a, b in zip(rows, new, strict=True)], True
+    return moved, [dataclasses.replace(changed[row.element], before=row.before) for row in rows], True
 
 
 def shifts_to(potential: SeZM, reference_energies: np.ndarray) -> np.ndarray:

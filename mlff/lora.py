@@ -8,8 +8,8 @@ and only A and B train. The sum has the shape of W and goes through the same for
 features A B may do too: a matrix by degree has a pair for each degree, one of the SO(2) convolution a pair for each
 |m|, and energies stay invariant. At the start B = 0, and the model is the one it came from.
 
-With α = R a step that moves each number of B by some amount moves those of the product by about as much, since a column
-of A B is a sum of R columns of A with unit length in all: learning rates for W itself serve for A and B.
+With α = R a step that moves each number of B by some amount moves those of A B by about as much, since a row of A has a
+length of about one: learning rates for W itself serve for A and B.
 
 Adapters are parametrizations of torch: weight `w` of a room becomes `parametrizations.w.original`, `….w.0.left` and
 `….w.0.right` in a checkpoint of training, from which a run goes on. Models that are written are merged: plain weights.

@@ -198,7 +198,7 @@ def curves_plot(path: Path, rows: Sequence[dict[str, float]]) -> None:
         if name and values and all((np.asarray(value) > 0).all() for value in values):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+            axes.yaxis.set_minor_formatter(_PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=8, which="both")
@@ -206,6 +206,13 @@ def curves_plot(path: Path, rows: Sequence[dict[str, float]]) -> None:
         if name and axes.get_lines():
             axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
+
+
+class _PlainLogFormatter(LogFormatter):
+    """Labels the ticks that LogFormatter labels, as 0.6 where that writes 6e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,23 @@ def test_least_squares_is_the_mean_where_data_disagree():
     assert fitted.residual == pytest.approx(np.sqrt((4 + 1 + 0 + 9) / 4))
 
 
+def test_standard_errors_are_those_of_linear_regression():
+    """By hand for one element; by the spread of many fits for several; none where nothing is determined or spare."""
+    one = reference_energies(np.array([[1.0], [1.0], [2.0]]), np.array([1.0, 3.0, 4.0]))
+    # Fit 2; residuals -1, 1, 0: s² = 2 / (3 - 1), and XᵀX = 6.
+    np.testing.assert_allclose(one.error, [np.sqrt(1 / 6)])
+    generator = np.random.default_rng(0)
+    counts = generator.integers(0, 5, (40, 3)).astype(float)
+    exact = counts @ [-13.0, -40.0, -55.0]
+    fits = [reference_energies(counts, exact + 0.1 * generator.normal(size=40)) for _ in range(400)]
+    spread, mean = np.std([fit.after for fit in fits], axis=0), np.mean([fit.error for fit in fits], axis=0)
+    np.testing.assert_allclose(mean, spread, rtol=0.15)  # 400 fits know a spread to 1/sqrt(800) = 4 %
+    water = reference_energies(np.array([[2.0, 1.0], [4.0, 2.0]]), np.array([1.0, 2.1]))
+    assert np.isnan(water.error).all() and not water.determined.any()
+    alone = reference_energies(np.array([[1.0]]), np.array([-13.0]))
+    assert np.isnan(alone.error).all() and alone.determined.all()
+
+
 def test_table_shows_what_occurs():
     text = table(fit("e0_underdetermined.extxyz"), H_O).splitlines()
     assert text[0].split() == ["element", "before", "eV", "after", "eV", "shift", "eV", "determined"]

@@ -29,7 +29,7 @@ from test_scripts import write_structures
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
-from mlff import compiled, distributed, optim, ranks, sharding, training
+from mlff import compiled, distributed, lora, optim, ranks, sharding, training
 from mlff.checkpoint import save
 from mlff.config import Config, TrainerConfig, TrainingConfig, read_config
 from mlff.data.batch import collate, collate_targets, loader
@@ -156,7 +156,7 @@ def train(folder: Path, strategy: str, devices: int, batches, recipe=RECIPE, res
     settings = config(strategy, devices, recipe)
     module = Watched(potential() if model is None else model, recipe)
     valid = Given([join(VALID[ranks.rank() :: ranks.count()])])
-    write = save if isinstance(module.potential, SeZM) else save_toy
+    write = save_merged if isinstance(module.potential, SeZM) else save_toy
     outcome = fit(module, Given(batches), valid, settings, folder, write, resume)
     torch.save(module.gradients, folder / f"gradients-{ranks.rank()}.pt")
     return module, outcome
@@ -202,6 +202,7 @@ def rank_work(folder: Path):
         distributed.start(config(strategy).trainer)
         batches = [join(batch[me()]) for batch in parts()]
         train_each(folder / strategy, strategy, 2, batches)
+        train_adapters(folder / strategy / "adapters", strategy, 2, batches)
         batches = [join([labelled(2, 1, forces=False), [isolated()]][me()]), join([[isolated()], labelled(2, 2)][me()])]
         recipe = dataclasses.replace(RECIPE, steps=3)
         module, _ = train(folder / strategy / "choosy", strategy, 2, batches, recipe, model=Choosy())
@@ -277,6 +278,13 @@ def rank_compiled(folder: Path):
             assert isinstance(module._evaluate, compiled.CompiledEvaluation) == (way == "true")
 
 
+def train_adapters(folder: Path, strategy: str, devices: int, batches):
+    """As `train_each`, of adapters alone."""
+    model = potential()
+    lora.insert(model, 2, 2.0)
+    train(folder, strategy, devices, batches, dataclasses.replace(RECIPE, optimizer="hybridmuon"), model=model)
+
+
 def rank_resume(folder: Path, resume: str):
     """Go on from the checkpoints of one rank."""
     for strategy in STRATEGIES:
@@ -294,6 +302,10 @@ def labelled_off_by(error: float, count: int):
 def made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def save_merged(module, path):
+    save(lora.merged(module), path)
 
 
 def save_toy(module, path):
@@ -356,6 +368,18 @@ def test_rt14_two_ranks_are_one(alone, two, strategy, optimizer):
         expected = [row[name] for row in rows[0]]
         assert [row[name] for row in rows[1]] == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
     assert load_file(folders[1] / "model.safetensors").keys() == potential().state_dict().keys()
+
+
+def test_rt14_two_ranks_train_adapters(two, tmp_path):
+    """As one rank does, whole or in slices; what is written is a plain model."""
+    train_adapters(tmp_path, "auto", 1, [join([item for part in batch for item in part]) for batch in parts()])
+    expected = last(tmp_path)["state_dict"]
+    for strategy in STRATEGIES:
+        folder = two[0] / strategy / "adapters"
+        found = last(folder)["state_dict"]
+        assert list(found) == list(expected)
+        close(found, expected)
+        assert load_file(folder / "model.safetensors").keys() == potential().state_dict().keys()
 
 
 def test_rt14_two_ranks_compile(alone, tmp_path):

@@ -1,10 +1,11 @@
 """What a model learns beside what it knows, added elements and adapters, and what of it must stay as it was."""
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
 import copy
+import csv
 from pathlib import Path
 
 import laws
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.io import read
 from safetensors.torch import load_file
 from test_scripts import write_structures
 from torch.nn.utils import parametrize
@@ -19,10 +21,11 @@ from torch.nn.utils import parametrize
 import mlff
 from mlff import added_elements, cli, compiled, lora, optim, presets
 from mlff.compiled import CompiledEvaluation
-from mlff.config import preset_options
+from mlff.config import make_config, preset_options
 from mlff.derivatives import evaluate
 from mlff.elements import group
 from mlff.lora import Adapter
+from mlff.sets import open_kept
 from mlff.sezm.potential import SeZM
 
 DATA = Path(__file__).parent / "data"
@@ -276,3 +279,47 @@ def test_a_copy_keeps_what_parameters_say_to_the_optimiser():
         rates.add(optim.rate(other))
     assert rates == {1.0, 0.5, 0.1}
     assert parametrize.is_parametrized(copied.trunk.blocks[0].convolution.pre_mix)
+
+
+def test_what_is_forgotten_is_judged_with_the_old_reference_energies(files, tmp_path, capsys):
+    """By hand: the model before and after, energies without the change of reference energies; said, written, shown."""
+    old = tmp_path / "old.xyz"
+    start = mlff.load(files[2].partition("=")[2], device="cpu")
+    frames = read(write_structures(old, 5, 3), ":")
+    labels = [(atoms.get_potential_energy(), atoms.get_forces()) for atoms in frames]
+    keys = [f"finetune.retention={old}", "training.steps=6", "training.learning_rate=0.01", "training.validate_every=0"]
+    keys += ["trainer.logger=none", "trainer.accelerator=cpu", "training.ema=0.5", f"output={tmp_path / 'r'}"]
+    assert cli.main(["finetune", *files, *keys]) == 0
+    end = mlff.load(tmp_path / "r" / "model.safetensors", device="cpu")
+    with open(tmp_path / "r" / "retention.csv", newline="") as file:
+        rows = {(row["group"], row["metric"]): row["value"] for row in csv.DictReader(file)}
+    end.reference_energies.copy_(start.reference_energies)
+    for name, potential in (("as loaded", start), ("fine-tuned", end)):
+        found = mlff.predict(potential, frames, device="cpu")
+        off = [(p.energy - label[0]) / len(p.forces) for p, label in zip(found, labels, strict=True)]
+        assert float(rows[name, "energy_mae_per_atom"]) == pytest.approx(np.abs(off).mean(), rel=1e-5)
+        forces = np.concatenate([p.forces - label[1] for p, label in zip(found, labels, strict=True)])
+        assert float(rows[name, "forces_mae"]) == pytest.approx(np.abs(forces).mean(), rel=1e-4)
+    assert rows["as loaded", "forces_mae"] != rows["fine-tuned", "forces_mae"]
+    assert f"What the model still knows: structures of {old}; energies with the reference" in capsys.readouterr().out
+    assert "What the model still knows" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("keys", "count"),
+    [
+        ({}, 120),
+        ({"data.train": "mine.xyz"}, 120),
+        ({"finetune.retention": "none"}, None),
+        ({"finetune.retention": str(presets.data_path("acetylcysteine.h5")) + "::valid"}, 100),
+        ({"weights": "mine.safetensors"}, None),
+        ({"data.train": str(presets.data_path("molecules.h5")) + "::train"}, None),
+        ({"data.valid": str(presets.data_path("molecules.h5").parent)}, None),
+        ({"preset": "pro"}, None),
+    ],
+)
+def test_which_old_structures_are_judged(keys, count):
+    """Those of the preset, unless others are named, the weights are others, or they are what is trained on."""
+    config = make_config({"preset": "mini", **keys})
+    kept = open_kept(config, 6.0, (1, 6, 7, 8, 9, 15, 16, 17))
+    assert (None if kept is None else len(kept)) == count

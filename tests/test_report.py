@@ -106,11 +106,13 @@ def test_the_page_says_it_all(tmp_path):
     ]
     report.parity_plot(tmp_path / "parity.png", after, before)
     report.curves_plot(tmp_path / "curves.png", rows)
-    energies = [ReferenceEnergy("H", -13.0, -13.5, True)]
+    energies = [ReferenceEnergy("H", -13.0, -13.5, True, 0.0125), ReferenceEnergy("O", -40.0, -40.0, False)]
     page = Page(
         title="a <b> c",
         facts={"data": "mine.xyz"},
         stages={"test": {"as loaded": evaluation.errors(before), "fine-tuned": evaluation.errors(after)}},
+        kept={"as loaded": evaluation.errors(after), "fine-tuned": evaluation.errors(before)},
+        kept_text="structures of old.xyz",
         groups={"wet & dry": (evaluation.errors(before), evaluation.errors(after))},
         elements={"H": (None, evaluation.errors(after))},
         reference_energies=energies,
@@ -122,11 +124,26 @@ def test_the_page_says_it_all(tmp_path):
     assert text.count("data:image/png;base64,") == 2 and "http" not in text
     assert "a &lt;b&gt; c" in text and "wet &amp; dry" in text
     assert "-13.50000" in text and "as loaded" in text
+    assert "<td>0.013</td><td>yes</td>" in text and "<td>-</td><td>no</td>" in text
+    assert "<h2>What the model still knows</h2>\n<p>structures of old.xyz</p>" in text
     report.write_reference_energies(tmp_path / "e0.csv", energies)
     assert (tmp_path / "e0.csv").read_text().splitlines() == [
-        "element,before,after,shift,determined",
-        "H,-13.0,-13.5,-0.5,true",
+        "element,before,after,shift,determined,error",
+        "H,-13.0,-13.5,-0.5,true,0.0125",
+        "O,-40.0,-40.0,0.0,false,",
     ]
+    lines = report.reference_energy_table(energies).splitlines()
+    assert lines[1].split()[-2:] == ["0.013", "yes"] and lines[2].split()[-2:] == ["-", "no"]
+
+
+def test_small_errors_are_written_plainly(tmp_path):
+    """0.6, not 6e-01: ticks between powers of ten are those that a reader looks for."""
+    formatter = report._PlainLogFormatter(minor_thresholds=(1.5, 0.5))
+    formatter.create_dummy_axis()
+    assert formatter.axis is not None
+    formatter.axis.set_view_interval(0.5, 0.95)
+    formatter.set_locs([0.5, 0.6, 0.7, 0.8, 0.9])
+    assert formatter(0.6) == "0.6"
 
 
 def test_pictures_of_sets_without_labels(tmp_path):

@@ -158,7 +158,7 @@ def test_rt8_zero_steps_write_the_starting_model(files, weights, tmp_path, capsy
 @pytest.mark.parametrize(
     "name", [name for name in presets.names() if presets.weights_path(name) is not None] or ["none"]
 )
-def test_rt8_presets(name, tmp_path):
+def test_rt8_zero_steps_write_the_preset(name, tmp_path, capsys):
     """As above, for every preset that has weights."""
     if name == "none":
         pytest.skip("no preset has trained weights in this checkout")
@@ -170,6 +170,8 @@ def test_rt8_presets(name, tmp_path):
         "data.test_limit=3",
     ]
     assert run("finetune", f"preset={name}", "trainer.accelerator=cpu", *keys) == 0
+    said = f"Loaded all {len(mlff.load(name).state_dict())} tensors"
+    assert said in capsys.readouterr().out
     water = [Atoms("OH2", positions=[[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])]
     after = energies(tmp_path / "run" / "model.safetensors", water)
     assert after == pytest.approx(energies(name, water), abs=3e-6)  # 1e-6 eV an atom
