@@ -43,7 +43,7 @@ class EnvelopeAttention(nn.Module):
         products = query.index_select(0, edges.receivers) * key.index_select(0, edges.senders)
         by_head = products.unflatten(-1, (self.heads, -1)).sum(-1)  # [E, F, H]
         logits = by_head / math.sqrt(products.shape[-1] / self.heads)
-        logits = logits + torch.einsum("efc,cfh->efh", radial, self.logit_weight)
+        logits = logits + (radial.unsqueeze(-2) * self.logit_weight.permute(1, 2, 0)).sum(-1)
         null = functional.softplus(self.null) + self.eps
         logits = logits.to(null.dtype)  # matrix products may have been taken in bfloat16; exponentials are not
         weight = edges.gated(edges.weight.square()).unsqueeze(-1)  # [E, 1, 1]

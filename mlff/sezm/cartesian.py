@@ -48,11 +48,9 @@ class _Layers(Tables):
     def __init__(self, options: Options, degree: int, layers: int) -> None:
         super().__init__()
         wide = options.n_focus * options.focus_width
-        degrees = packed_degrees(degree)
         self.linears = nn.ModuleList(DegreeLinear(degree, wide, wide, bias=options.mlp_bias) for _ in range(layers))
         self.activations = nn.ModuleList(
-            GatedActivation(degree, wide, 1, options.activation_function, options.mlp_bias, degrees)
-            for _ in range(layers - 1)
+            GatedActivation(degree, wide, 1, options.activation_function, options.mlp_bias) for _ in range(layers - 1)
         )
         self.table("basis", cartesian_basis(degree))
 

@@ -6,7 +6,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mlff.sezm.grid import GridNet, rotation_grid, sphere_grid
-from mlff.sezm.harmonics import packed_degrees
 from mlff.sezm.linear import DegreeLinear, GatedActivation
 from mlff.sezm.options import Options, automatic_width
 
@@ -39,7 +38,7 @@ class FeedForward(nn.Module):
             self.act: nn.Module = GridNet(grid, hidden, 1, "self", mlp=mlp, branches=branches, bias=bias)
         else:
             width_in, width_out = (2 * hidden if kind == "glu" else hidden), hidden
-            self.act = GatedActivation(degree, hidden, 1, options.activation_function, bias, packed_degrees(degree))
+            self.act = GatedActivation(degree, hidden, 1, options.activation_function, bias)
         self.first = DegreeLinear(degree, channels, width_in, bias)
         self.second = DegreeLinear(degree, width_out, channels, bias, zero=True)
 

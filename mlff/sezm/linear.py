@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from mlff.kernels.silu import silu
 from mlff.kernels.swiglu import swiglu, swiglu_packed
-from mlff.sezm.harmonics import packed_degrees
+from mlff.sezm.harmonics import packed_degrees, reduced_rows
 from mlff.sezm.tables import Tables
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,6 +110,11 @@ class FocusLinear(nn.Module):
         y = x @ weight[:, 0] if weight.shape[1] == 1 else torch.einsum("...fi,ifo->...fo", x, weight)
         return y if self.bias is None else y + self.bias
 
+    def by_stream(self, x: Float[Tensor, "F N i"]) -> Float[Tensor, "F N o"]:
+        """Return the same of features that have their streams first."""
+        y = torch.bmm(x, self.weight.movedim(1, 0))
+        return y if self.bias is None else y + self.bias.unsqueeze(1)
+
 
 class DegreeLinear(Tables):
     """One matrix for each degree l, the same for all its orders, on [N, rows, *, in]. Stored (L+1, in, out)."""
@@ -150,31 +155,37 @@ class DegreeLinear(Tables):
 class GatedActivation(Tables):
     """y_0 = act(x_0), y_l = x_l sigmoid(x_0 W)_l: the gate of a degree is shared by all its orders.
 
-    On [N, rows, F, C]; the first row is l = 0, and `row_degrees` gives the degree of each row.
+    On [N, rows, F, C]; the first row is l = 0. With an order, rows are in the reduced layout, else packed.
     """
 
     def __init__(
-        self, degree: int, channels: int, focus: int, activation: str, bias: bool, row_degrees: Int[Tensor, "R"]
+        self, degree: int, channels: int, focus: int, activation: str, bias: bool, order: int | None = None
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.degree, self.channels = degree, channels
+        self.degree, self.channels, self.order = degree, channels, order
         self.gate_linear = FocusLinear(channels, degree * channels, focus, bias, std=0.01) if degree else None
-        self.table("gate_of_row", row_degrees[1:] - 1)
+        if order is None:
+            self.table("gate_of_row", packed_degrees(degree)[1:] - 1)
 
     def forward(
         self, x: Float[Tensor, "N R F C"], gate_input: Float[Tensor, "N F C"] | None = None
     ) -> Float[Tensor, "N R F C"]:
         """Return the activated rows. With `gate_input` (a GLU) the scalars are x_0 act(gate_input) instead."""
-        scalars, rest = x.split([1, x.shape[1] - 1], 1)
-        scalars = scalars.squeeze(1)
+        # Streams first, as the matrix products around this one want them in memory.
+        scalars, rest = x.movedim(2, 0).split([1, x.shape[1] - 1], 2)
+        scalars = scalars.squeeze(2)  # [F, N, C]
         if gate_input is None:
             first = ACTIVATION[self.activation](scalars)
+            gates = scalars
         else:
-            first = gated(gate_input, scalars, self.activation)
+            gates = gate_input.movedim(1, 0)
+            first = gated(gates, scalars, self.activation)
         if self.gate_linear is None:
-            return first.unsqueeze(1)
-        gates = torch.sigmoid(self.gate_linear(scalars if gate_input is None else gate_input))
-        gates = gates.unflatten(-1, (self.degree, self.channels)).movedim(-2, 1)  # [N, L, F, C]
-        rest = rest * gates.index_select(1, self.get_buffer("gate_of_row"))
-        return torch.cat((first.unsqueeze(1), rest), 1)
+            return first.unsqueeze(2).movedim(0, 2)
+        gates = torch.sigmoid(self.gate_linear.by_stream(gates)).unflatten(-1, (self.degree, self.channels))
+        if self.order is None:
+            gates = gates.index_select(2, self.get_buffer("gate_of_row"))
+        else:
+            gates = reduced_rows(gates, self.degree, self.order, 2, lowest=1)
+        return torch.cat((first.unsqueeze(2), rest * gates), 2).movedim(0, 2)

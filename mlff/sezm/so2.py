@@ -16,7 +16,7 @@ from mlff.sezm.attention import DepthAttention, EnvelopeAttention
 from mlff.sezm.cartesian import EdgeCartesian, NodeCartesian
 from mlff.sezm.edges import Edges
 from mlff.sezm.grid import Grid, GridNet, rotation_grid, sphere_grid
-from mlff.sezm.harmonics import packed_degrees, reduced_layout
+from mlff.sezm.harmonics import packed_degrees, reduced_layout, reduced_rows
 from mlff.sezm.linear import (
     DegreeLinear,
     GatedActivation,
@@ -52,18 +52,20 @@ class SO2Linear(nn.Module):
     def forward(
         self, x: Float[Tensor, "E R F C"], bias_strength: Float[Tensor, "E F O"] | None = None
     ) -> Float[Tensor, "E R F O"]:
-        """Return the mixed rows; `bias_strength` multiplies the bias of l = 0."""
+        """Return the mixed rows; `bias_strength` multiplies the bias of l = 0.
+
+        Streams come first in memory, in the result and for speed in `x`: then no product needs a copy.
+        """
         spans = [(self.degree + 1 - m) * (1 if m == 0 else 2) for m in range(self.order + 1)]
         pieces = []
         # Parts by a split, whose derivative is one concatenation; that of a slice is a tensor of zeros for each.
-        for m, (span, part) in enumerate(zip(spans, x.split(spans, 1), strict=True)):
+        for m, (span, part) in enumerate(zip(spans, x.movedim(2, 0).split(spans, 2), strict=True)):
             if m == 0:
                 weight = self.weight_m0.movedim(1, 0)
             else:
                 u, v = self.weight_m[m - 1].movedim(1, 0).chunk(2, -1)
                 weight = torch.cat((torch.cat((u, v), 2), torch.cat((-v, u), 2)), 1)
-            rows = part.movedim(2, 0).flatten(2)  # [F, E, span C]
-            pieces.append((rows @ weight).unflatten(-1, (span, self.width_out)))  # [F, E, span, O]
+            pieces.append((part.flatten(2) @ weight).unflatten(-1, (span, self.width_out)))  # [F, E, span, O]
         y = torch.cat(pieces, 2).permute(1, 2, 0, 3)
         if self.bias is None:
             return y
@@ -126,7 +128,6 @@ class SO2Stack(nn.Module):
     def __init__(self, options: Options, degree: int, order: int) -> None:
         super().__init__()
         focus, width, layers = options.n_focus, options.focus_width, options.mixing_layers
-        degrees = reduced_layout(degree, order)[1]
         on_grid = options.s2_activation[0]
         wide = [2 * width if on_grid and k < layers - 1 else width for k in range(layers)]
         self.linears = nn.ModuleList(SO2Linear(degree, order, width, out, focus, options.mlp_bias) for out in wide)
@@ -135,7 +136,7 @@ class SO2Stack(nn.Module):
             acts = [GridNet(grid, width, focus, "self", bias=options.mlp_bias) for _ in range(layers - 1)]
         else:
             acts = [
-                GatedActivation(degree, width, focus, options.activation_function, options.mlp_bias, degrees)
+                GatedActivation(degree, width, focus, options.activation_function, options.mlp_bias, order)
                 for _ in range(layers - 1)
             ]
         self.activations = nn.ModuleList(acts)
@@ -160,6 +161,8 @@ class SO2Stack(nn.Module):
 
     def forward(self, z: Float[Tensor, "E R F C"], bias_strength: Tensor) -> Float[Tensor, "E R F C"]:
         """Return the mixed rows; `bias_strength` [E, F, C] makes the first bias vanish with the envelope."""
+        if z.shape[2] > 1:
+            z = z.movedim(2, 0).contiguous().movedim(0, 2)
         history = [z]
         for k, linear in enumerate(self.linears):
             assert isinstance(linear, SO2Linear)
@@ -193,7 +196,7 @@ class FocusCompetition(nn.Module):
     def forward(self, scalars: Float[Tensor, "E F C"]) -> Float[Tensor, "E F"]:
         """Return the weight of each stream; they sum to 1."""
         normed = scalars if self.norm is None else self.norm(scalars)
-        logits = torch.einsum("efc,cf->ef", normed, self.weight)
+        logits = (normed * self.weight.T).sum(-1)  # one column a stream: no matrix product that a GPU is fast at
         if self.bias is not None:
             logits = logits + self.bias
         return 0.98 * torch.softmax(logits, -1) + 0.02 / logits.shape[-1]
@@ -261,8 +264,8 @@ class SO2Convolution(Tables):
         radial = features[:, : self.degree + 1]
         if self.radial_proj is not None:
             radial = radial @ self.radial_proj
-        messages = self._messages(x, radial, rotation, edges)  # [E, R, F C]
-        gathered = self._gather(messages, x, radial[:, 0], rotation, edges)
+        messages, share = self._messages(x, radial, rotation, edges)
+        gathered = self._gather(messages, share, x, radial[:, 0], rotation, edges)
         if hasattr(self, "message_node"):
             query, context = (tensor.unflatten(-1, (self.focus, self.width)) for tensor in (gathered, x))
             gathered = gathered + self.message_node(query, context).flatten(-2)
@@ -270,8 +273,10 @@ class SO2Convolution(Tables):
             gathered = self.node_cartesian(gathered, x)
         return self.post_mix(gathered)
 
-    def _messages(self, x: Tensor, radial: Tensor, rotation: Tensor | None, edges: Edges) -> Tensor:
-        """Return the message of each edge, in its frame if that is where it is made."""
+    def _messages(
+        self, x: Tensor, radial: Tensor, rotation: Tensor | None, edges: Edges
+    ) -> tuple[Float[Tensor, "E R W"], Float[Tensor, "E F"] | None]:
+        """Return the message of each edge, in its frame if that is where it is made, and its streams' weights."""
         streams = (self.focus, self.width)
         sent = x.index_select(0, edges.senders)
         if not self.in_frame:
@@ -286,7 +291,7 @@ class SO2Convolution(Tables):
             if hasattr(self, "mixer"):
                 z = self.mixer(z, radial)
             else:
-                z = z * radial.index_select(1, self.get_buffer("row_degrees"))
+                z = z * reduced_rows(radial, self.degree, self.order, 1)
             z = z.unflatten(-1, streams)
             if hasattr(self, "node_wise"):
                 context = (rotation @ x.index_select(0, edges.receivers)).unflatten(-1, streams)
@@ -296,15 +301,22 @@ class SO2Convolution(Tables):
                 strength = (radial[:, 0] * edges.weight).unflatten(-1, streams)
                 z = self.stack(z, strength)
             message = z.flatten(-2)
-        if self.competition is not None:
-            share = self.competition(scalars)
-            message = (message.unflatten(-1, streams) * share[:, None, :, None]).flatten(-2)
-        return message
+        return message, None if self.competition is None else self.competition(scalars)
 
     def _gather(
-        self, messages: Tensor, x: Tensor, radial_scalars: Tensor, rotation: Tensor | None, edges: Edges
+        self,
+        messages: Tensor,
+        share: Tensor | None,
+        x: Tensor,
+        radial_scalars: Tensor,
+        rotation: Tensor | None,
+        edges: Edges,
     ) -> Tensor:
         """Return the weighted sum of the messages of each atom, in the global frame."""
+        mixed = self.focus_mix is not None or self.value_proj is not None
+        if share is not None and (mixed or self.attention is None):
+            messages = _by_head(messages, share.unsqueeze(-1))
+            share = None
         if self.attention is None:
             # η sits outside the sum, w and the gate inside.
             gathered = self._turn_back(messages * edges.gated(edges.weight).unsqueeze(-1), rotation, edges)
@@ -316,6 +328,8 @@ class SO2Convolution(Tables):
         streams = (self.attention.norm.scale.shape[0], -1)
         scalars = x[:, 0].unflatten(-1, streams)
         weights = self.attention(scalars, radial_scalars.unflatten(-1, streams), edges)  # [E, F, H]
+        if share is not None:  # nothing came between: one product for both
+            weights = weights * share.unsqueeze(-1)
         gathered = self._turn_back(_by_head(messages, weights), rotation, edges)
         gathered = _by_head(gathered, self.attention.gate(scalars))
         return gathered if self.out_proj is None else self.out_proj(gathered)
