@@ -133,9 +133,7 @@ def measure(config: Config, atoms: int) -> Row:
         step=(training.times[last] - training.times[WARM_STEPS]) / (last - WARM_STEPS),
         first=training.times[1] - training.times[0],
         memory=training.memory,
-        forces=_forces(
-            potential.eval().requires_grad_(False).to(device), batches[0][0].to(device)
-        ),  # fit moved it away
+        forces=_forces(potential.eval().requires_grad_(False).to(device), batches[0][0].to(device)),
     )
 
 

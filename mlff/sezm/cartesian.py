@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mlff.sezm.harmonics import packed_degrees
 from mlff.sezm.linear import DegreeLinear, GatedActivation
 from mlff.sezm.options import Options
 from mlff.sezm.tables import Tables
