@@ -32,13 +32,21 @@ from mlff.sezm.potential import SeZM
 
 FORMAT = "mlff model"
 VERSION = 1
+HEADER = ("format", "format_version", "mlff_version", "model", "elements")
+"""What every header says; the rest is the writer's."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def save(potential: SeZM, path: str | os.PathLike[str], **metadata: Any) -> Path:
+def save(potential: SeZM, path: str | os.PathLike[str], matrices: torch.dtype | None = None, **metadata: Any) -> Path:
     """Write a model to a safetensors file, whole or not at all. Extra keywords become text in the header.
 
     Returns the path. The file holds parameters and reference energies; everything else follows from the options.
+
+    Args:
+        potential: the model.
+        path: where to.
+        matrices: what matrices are rounded to in the file, as bfloat16 to halve it; None keeps them as they are.
+        metadata: what else the header says.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +59,8 @@ def save(potential: SeZM, path: str | os.PathLike[str], **metadata: Any) -> Path
         **{name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()},
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in potential.state_dict().items()}
+    if matrices is not None:
+        tensors = {name: tensor.to(matrices) if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
     temporary = path.with_name(path.name + ".partial")
     save_file(tensors, temporary, metadata=header)
     temporary.chmod(0o644)  # safetensors makes it readable by its owner alone; models are passed around

@@ -116,8 +116,8 @@ class TrainingConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     validate_every: int = _key(500, "steps between validations; 0 = at the end only")
     early_stopping: int = _key(0, "validations without improvement before stopping; 0 = off")
-    compile: Literal["false", "true", "graphs", "both"] = _key(
-        "false", "true: compile the training step, for minutes, then faster | graphs: record it as CUDA graphs | both"
+    compile: Literal["auto", "false", "true", "graphs", "both"] = _key(
+        "auto", "true: compile the step, for minutes | graphs: record it as CUDA graphs | both | auto: graphs on a GPU"
     )
     oversized: Literal["batch", "error"] = _key(
         "batch", "a structure above batch_atoms or batch_edges: batch (one of its own, said once) | error", recipe=False
@@ -386,7 +386,7 @@ def check(config: Config, command: Command) -> None:
     for key, table in (("rates", training.rates), ("group_weights", training.group_weights)):
         for name, factor in table.items():
             _demand(0 <= factor < float("inf"), f"training.{key}.{name}", "0 or more", factor)
-    if training.compile != "false" and trainer.strategy == "fsdp":
+    if training.compile not in ("auto", "false") and trainer.strategy == "fsdp":
         raise ValueError(
             "training.compile does not go with trainer.strategy=fsdp, whose weights are in slices; use ddp or zero1."
         )

@@ -53,6 +53,11 @@ def check_device(device: torch.device) -> None:
         raise ValueError("training.compile=graphs or both records the work of a GPU; this run has none. Leave it out.")
 
 
+def is_recorded(way: str, device: torch.device, strategy: str) -> bool:
+    """Return whether steps are recorded under a value of `training.compile`; with "auto" they are where they can be."""
+    return way in RECORDED or (way == "auto" and device.type == "cuda" and strategy != "fsdp")
+
+
 def cuda_record() -> Record:
     """Return what records on the current GPU; all its recordings share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()

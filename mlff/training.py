@@ -45,7 +45,7 @@ from mlff.elements import SYMBOLS, atomic_number
 from mlff.evaluation import errors
 from mlff.graph import BatchPrediction, Graph, Targets
 from mlff.loss import ErrorSums, differences, error_sums, label_counts, loss, loss_terms
-from mlff.recorded import RECORDED, Record, RecordedSteps, check_device, cuda_record
+from mlff.recorded import RECORDED, Record, RecordedSteps, check_device, cuda_record, is_recorded
 from mlff.runs import MetricsFile, choose_folder, find_checkpoint, read_metrics, write_whole
 from mlff.sets import Sets
 
@@ -628,11 +628,13 @@ def fit(
     training.batches = EndlessBatches(train_loader)
     training.block_dtype = torch.bfloat16 if config.trainer.precision == "bf16" else None
     training.shared_out = config.trainer.strategy in ("zero1", "fsdp")
-    loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt])
+    device = next(training.potential.parameters()).device
+    recorded = is_recorded(config.training.compile, device, config.trainer.strategy)
+    loop = trainer(config, folder, [Progress(config.training.steps), records, interrupt], recorded)
     with _precision(config.trainer.precision), quiet():
         if config.training.compile in ("true", "both"):
-            training.compile_steps(_few(train_loader.dataset).to(next(training.potential.parameters()).device))
-        if config.training.compile in RECORDED:
+            training.compile_steps(_few(train_loader.dataset).to(device))
+        if recorded:
             training.record_steps(cuda_record())
         loop.fit(
             training, training.batches, valid_loader, ckpt_path=resume, weights_only=None if resume is None else True
@@ -652,8 +654,8 @@ def _few(dataset: Any, atoms: int = 64) -> Graph:
     return collate(graphs)
 
 
-def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> pl.Trainer:
-    """Return the Lightning trainer of a run; without a folder it writes nothing."""
+def trainer(config: Config, folder: Path | None, callbacks: list[Callback], recorded: bool = False) -> pl.Trainer:
+    """Return the Lightning trainer of a run, whose steps may be recorded; without a folder it writes nothing."""
     training, machine = config.training, config.trainer
     # Lightning counts validation in batches, we in optimiser steps; once at the end is what Records asks for.
     every = training.validate_every * training.accumulate if training.validate_every else ENDLESS
@@ -662,7 +664,7 @@ def trainer(config: Config, folder: Path | None, callbacks: list[Callback]) -> p
             accelerator=distributed.accelerator(machine),
             devices=machine.devices,
             num_nodes=machine.num_nodes,
-            strategy=distributed.strategy(machine, recorded=training.compile in RECORDED),
+            strategy=distributed.strategy(machine, recorded=recorded),
             plugins=distributed.environment(),
             max_steps=training.steps,
             max_epochs=1,

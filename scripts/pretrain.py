@@ -4,15 +4,18 @@
     python scripts/pretrain.py preset=mini                                 # on pretraining/, with the preset's recipe
     python scripts/pretrain.py preset=nano training.steps=50000 output=runs/nano
 
-All keys are those of `mlff train`. The weights go to presets/<name>.safetensors of this checkout.
+All keys are those of `mlff train`. The weights go to presets/<name>.safetensors of this checkout; matrices of large
+presets are rounded to bfloat16 there.
 """
 
-import shutil
 import sys
 from pathlib import Path
 
-from mlff import cli
+import torch
 
+from mlff import checkpoint, cli
+
+LARGE = 4_000_000  # parameters
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 DATA = {
     "data.train": "pretraining/train-*.h5",
@@ -29,7 +32,10 @@ def main(arguments: list[str]) -> int:
 
     def keep(model: Path) -> None:
         target = PRESETS / f"{name}.safetensors"
-        shutil.copyfile(model, target)
+        header, potential = checkpoint.read_header(model), checkpoint.load(model, "cpu", dtype=None)
+        large = sum(parameter.numel() for parameter in potential.parameters()) > LARGE
+        said = {name: text for name, text in header.items() if name not in checkpoint.HEADER}
+        checkpoint.save(potential, target, matrices=torch.bfloat16 if large else None, **said)
         print(f"Copied to {target}.")
 
     return cli.train(words, keep)

@@ -127,7 +127,7 @@ def test_the_written_configuration_runs_again(tmp_path):
         (["training.rates={types: slow}"], "training.rates.types must be a number; got 'slow'."),
         (["training.rates.types=-1"], "training.rates.types must be 0 or more; got -1.0."),
         (["training.oversized=drop"], "training.oversized must be one of batch, error; got 'drop'."),
-        (["training.compile=fast"], "training.compile must be one of false, true, graphs, both; got 'fast'."),
+        (["training.compile=fast"], "training.compile must be one of auto, false, true, graphs, both; got 'fast'."),
         (["training.compile=true", "trainer.strategy=fsdp"], "training.compile does not go with trainer.strategy=fsdp"),
         (
             ["finetune.mode=lora", "weights=none"],

@@ -18,7 +18,7 @@ from mlff import compiled, training
 from mlff.config import Config, TrainerConfig, TrainingConfig, make_config
 from mlff.data.batch import loader
 from mlff.padding import Sizes
-from mlff.recorded import BatchSizes, RecordingMismatch, Recordings, cuda_record, rounded
+from mlff.recorded import BatchSizes, RecordingMismatch, Recordings, cuda_record, is_recorded, rounded
 from mlff.runs import read_metrics
 from mlff.sezm.potential import SeZM
 from mlff.training import Training, fit
@@ -238,3 +238,20 @@ def test_a_cuda_graph_draws_new_random_numbers() -> None:
         found.append(recordings([x])[0].clone())
     assert torch.equal(found[1], found[3]) and not torch.equal(found[1], found[2])
     assert len(recordings) == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "device", "strategy", "recorded"),
+    [
+        ("auto", "cuda", "auto", True),
+        ("auto", "cuda", "zero1", True),
+        ("auto", "cuda", "fsdp", False),  # weights are in slices there
+        ("auto", "cpu", "auto", False),
+        ("graphs", "cuda", "auto", True),
+        ("both", "cuda", "ddp", True),
+        ("false", "cuda", "auto", False),
+        ("true", "cuda", "auto", False),
+    ],
+)
+def test_by_default_steps_are_recorded_where_they_can_be(way, device, strategy, recorded):
+    assert is_recorded(way, torch.device(device), strategy) is recorded
