@@ -1,9 +1,11 @@
-"""Make a data set with GFN2-xTB labels: the small embedded one, or a large one to pretrain on.
+"""Make a data set: the small embedded one or a large one of molecules, labelled by GFN2-xTB, or one of crystals.
 
     python scripts/make_dataset.py what=embedded output=presets/data
     python scripts/make_dataset.py what=pretraining frames=100000 workers=16 seed=1 output=pretraining
+    python scripts/make_dataset.py what=crystals frames=40000 workers=16 seed=1 output=crystals
 
-Needs `pip install "mlff[dataset]"`. `python scripts/make_dataset.py --help` lists the keys.
+Needs `pip install "mlff[dataset]"`; crystals, which SevenNet-0 labels, `pip install "mlff[crystals]"`.
+`python scripts/make_dataset.py --help` lists the keys.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mlff.data import generate, molecules
+from mlff.data import crystals, generate, molecules, teacher
 from mlff.data.generate import Frames
 from mlff.data.packed import PackedGroup, write_packed
 from mlff.data.parallel import outcomes
@@ -38,7 +40,7 @@ from mlff.data.parallel import outcomes
 class Options:
     """The keys of the command line with their defaults."""
 
-    what: str = "pretraining"  # embedded | pretraining
+    what: str = "pretraining"  # embedded | pretraining | crystals
     output: str = ""  # folder for the files; made if it is not there
     seed: int = 1
     frames: int = 100_000  # pretraining: stop at about so many
@@ -47,8 +49,8 @@ class Options:
     task_seconds: float = 60.0  # pretraining: give up a molecule after so long
     frames_per_molecule: int = 12
     shard_frames: int = 30_000  # pretraining: training frames in one file, at most 15 MiB
-    max_atoms: int = 30
-    elements: str = ",".join(molecules.ELEMENTS)  # may also have Br, I, Si, B
+    max_atoms: int = 30  # pretraining: heaviest molecule; crystals: largest supercell
+    elements: str = ",".join(molecules.ELEMENTS)  # of molecules; may also have Br, I, Si, B
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,15 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         options = read_options(arguments)
-        for package in ("rdkit.Chem", "tblite"):
-            molecules.require(package)
+        if options.what == "crystals":
+            teacher.check()
+        else:
+            molecules.require("rdkit.Chem")
+            molecules.require("tblite")
     except (ValueError, ModuleNotFoundError) as error:
         print(f"make_dataset: {error}", file=sys.stderr)
         return 2
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # read when tblite is loaded, and by the processes: each works on one core
-    make = {"embedded": make_embedded, "pretraining": make_pretraining}[options.what]
-    make(options)
+    {"embedded": make_embedded, "pretraining": make_pretraining, "crystals": make_crystals}[options.what](options)
     return 0
 
 
@@ -93,8 +97,8 @@ def read_options(arguments: Sequence[str]) -> Options:
         except ValueError as error:
             raise ValueError(f"{key} must be {fields[key].__name__}, got {text!r}") from error
     options = Options(**values)
-    if options.what not in ("embedded", "pretraining"):
-        raise ValueError(f"what must be embedded or pretraining, got {options.what!r}")
+    if options.what not in ("embedded", "pretraining", "crystals"):
+        raise ValueError(f"what must be embedded, pretraining or crystals, got {options.what!r}")
     if not options.output:
         raise ValueError("output is missing: name the folder to write to, for example output=pretraining")
     known = molecules.ELEMENTS + molecules.MORE_ELEMENTS
@@ -106,13 +110,63 @@ def read_options(arguments: Sequence[str]) -> Options:
     return options
 
 
+@dataclass(frozen=True)
+class Family:
+    """What a large data set is made of."""
+
+    tasks: Iterator[Any]
+    frames_of: Callable[[Any], Frames]
+    provenance: dict[str, Any]
+    title: str
+    groups: str  # what the names of groups and the kinds of frames mean
+
+
 def make_pretraining(options: Options) -> None:
-    """Write train-00.h5, train-01.h5, …, valid.h5, test.h5, atoms.h5 and summary.json; say how far it is."""
+    """Write molecules and their complexes with GFN2-xTB labels, and the free atoms as atoms.h5."""
+    elements = options.elements.split(",")
+    family = Family(
+        generate.tasks(options.seed, elements, options.max_atoms, options.frames_per_molecule),
+        generate.frames_of,
+        provenance(options),
+        "varied molecules and their complexes",
+        "molecules: one molecule; dimers: two; clusters: three to six; pairs: two atoms. Each HDF5 group is "
+        "one task; its frames attribute tells how each frame was made: relaxed (near the GFN2-xTB minimum), "
+        "relaxation (on the way there), modes (harmonic displacements at 300-1500 K), force-field (MMFF94 or "
+        "UFF Langevin dynamics, 300-1500 K), dynamics (GFN2-xTB Langevin dynamics), stretch (one bond at "
+        "0.75-1.6 of its length), turn (one group turned), approach (molecules at 0.5-1.7 of van der Waals "
+        "contact), pair (atoms at 0.55 of a bond's length to 7 Å).",
+    )
+    make_large(options, family)
+    write_atoms(Path(options.output) / "atoms.h5", elements, options)
+
+
+def make_crystals(options: Options) -> None:
+    """Write crystals of many elements with energies, forces and stresses of SevenNet-0."""
+    sources = (Path(__file__), Path(str(crystals.__file__)), Path(str(teacher.__file__)))
+    family = Family(
+        crystals.tasks(options.seed, options.frames_per_molecule, options.max_atoms),
+        crystals.frames_of,
+        common_provenance(options, sources)
+        | {
+            "method": teacher.METHOD,
+            "units": "Å, eV, eV/Å, eV/Å³ (stress as in ASE); total energies; periodic along all axes",
+            "sevenn": metadata.version("sevenn"),
+            "licence": "CC0-1.0: made by this project, with SevenNet-0 (MIT), and put in the public domain",
+        },
+        "inorganic crystals, strained, shaken and with defects",
+        "elements: one element; compounds: ionic prototypes with balanced charges; alloys: metals on the sites of a "
+        "prototype. Each HDF5 group is one supercell; its frames attribute tells how each frame was made: relaxed "
+        "(the prototype at its best volume), strained, shaken, descent (from a shaken one along its forces).",
+    )
+    make_large(options, family)
+
+
+def make_large(options: Options, family: Family) -> None:
+    """Write train-00.h5, train-01.h5, …, valid.h5, test.h5 and summary.json; say how far it is."""
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    elements = options.elements.split(",")
-    tasks = generate.tasks(options.seed, elements, options.max_atoms, options.frames_per_molecule)
-    shards = Shards(folder, options)
+    tasks = family.tasks
+    shards = Shards(folder, options, family)
     began = time.monotonic()
 
     def late() -> bool:
@@ -122,7 +176,7 @@ def make_pretraining(options: Options) -> None:
     failures: Counter[str] = Counter()
     following, spoken = 0, 0.0
     made = 0
-    for outcome in outcomes(generate.frames_of, tasks, options.workers, options.task_seconds, late):
+    for outcome in outcomes(family.frames_of, tasks, options.workers, options.task_seconds, late):
         waiting[outcome.place] = outcome.result
         if outcome.failure:
             failures[outcome.failure] += 1
@@ -150,7 +204,6 @@ def make_pretraining(options: Options) -> None:
                 shards.add(frames)
     seconds = time.monotonic() - began
     shards.close()
-    write_atoms(folder / "atoms.h5", elements, options)
     summary = shards.summary() | {
         "seconds": round(seconds, 1),
         "frames_per_second": round(shards.frames / max(seconds, 1e-9), 1),
@@ -164,8 +217,8 @@ def make_pretraining(options: Options) -> None:
 class Shards:
     """Files that are filled one after the other; each is written whole under another name and then renamed."""
 
-    def __init__(self, folder: Path, options: Options) -> None:
-        self._folder, self._options = folder, options
+    def __init__(self, folder: Path, options: Options, family: Family) -> None:
+        self._folder, self._options, self._family = folder, options, family
         self._pending: dict[str, list[Frames]] = {"train": [], "valid": [], "test": []}
         self._written: list[Path] = []
         self._sums: Counter[str] = Counter()
@@ -220,17 +273,8 @@ class Shards:
 
     def _write(self, split: str, name: str) -> None:
         groups, self._pending[split] = self._pending[split], []
-        attributes = provenance(self._options) | {
-            "title": f"varied molecules and their complexes, {split}",
-            "groups": (
-                "molecules: one molecule; dimers: two; clusters: three to six; pairs: two atoms. Each HDF5 group is "
-                "one task; its frames attribute tells how each frame was made: relaxed (near the GFN2-xTB minimum), "
-                "relaxation (on the way there), modes (harmonic displacements at 300-1500 K), force-field (MMFF94 or "
-                "UFF Langevin dynamics, 300-1500 K), dynamics (GFN2-xTB Langevin dynamics), stretch (one bond at "
-                "0.75-1.6 of its length), turn (one group turned), approach (molecules at 0.5-1.7 of van der Waals "
-                "contact), pair (atoms at 0.55 of a bond's length to 7 Å)."
-            ),
-        }
+        family = self._family
+        attributes = family.provenance | {"title": f"{family.title}, {split}", "groups": family.groups}
         path = self._folder / name
         write_whole(path, (packed(frames, force_scale=1e-3) for frames in groups), attributes)
         self._written.append(path)
@@ -244,9 +288,11 @@ def packed(frames: Frames, force_scale: float, **attributes: Any) -> PackedGroup
         positions=frames.positions,
         energy=frames.energy,
         forces=frames.forces,
+        cell=frames.cell,
+        stress=frames.stress,
         name=task.kind,
         key=f"{task.index:06d}",
-        attributes={"split": task.split, "smiles": ".".join(task.smiles), "frames": kinds(frames.kinds), **attributes},
+        attributes={"split": task.split, **task.origin, "frames": kinds(frames.kinds), **attributes},
         position_scale=task.position_scale,
         force_scale=force_scale,
     )
@@ -291,12 +337,21 @@ def write_atoms(path: Path, elements: Sequence[str], options: Options) -> None:
 
 
 def provenance(options: Options) -> dict[str, Any]:
-    """Return what a file says of how it was made."""
+    """Return what a file of molecules says of how it was made."""
+    sources = (Path(__file__), Path(str(molecules.__file__)), Path(str(generate.__file__)))
     return {
         "method": f"{generate.METHOD}, tblite accuracy {generate.LABEL_ACCURACY}, electronic temperature 300 K",
         "units": "Å, eV, eV/Å; total energies; closed shell, charge 0, no periodicity",
         "tblite": metadata.version("tblite"),
         "rdkit": metadata.version("rdkit"),
+        "licence": "CC0-1.0: made by this project and put in the public domain",
+        **common_provenance(options, sources),
+    }
+
+
+def common_provenance(options: Options, sources: Sequence[Path]) -> dict[str, Any]:
+    """Return what every file says of how it was made; `sources` are the files of code that decide that."""
+    return {
         "numpy": np.__version__,
         "python": platform.python_version(),
         "command": " ".join(
@@ -304,18 +359,9 @@ def provenance(options: Options) -> dict[str, Any]:
         ),
         "seed": options.seed,
         "script": "scripts/make_dataset.py",
-        "script_sha256": sources_sha256(),
+        "script_sha256": hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "licence": "CC0-1.0: made by this project and put in the public domain",
     }
-
-
-def sources_sha256() -> str:
-    """Return one hash of the files that decide what is made: this script, the molecules and the geometries."""
-    digest = hashlib.sha256()
-    for path in (Path(__file__), Path(str(molecules.__file__)), Path(str(generate.__file__))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # The embedded set's trajectories: split, temperature in K, walkers, frames of each. A walker is a trajectory of its

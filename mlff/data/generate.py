@@ -52,10 +52,15 @@ class Task:
     index: int
     seed: int
     kind: str  # "molecules", "dimers", "clusters" or "pairs"; the group name by which errors are reported
-    smiles: tuple[str, ...]  # of a pair of atoms: their symbols
+    smiles: tuple[str, ...]  # of a pair of atoms or a crystal: symbols
     split: str
     frames: int
     position_scale: float  # Å; labels belong to positions on this grid
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What the file says of the group."""
+        return {"smiles": ".".join(self.smiles)}
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Frames:
     forces: np.ndarray  # (F, N, 3) eV/Å
     kinds: tuple[str, ...]  # how each frame was made
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    cell: np.ndarray | None = None  # (F, 3, 3) Å, of crystals
+    stress: np.ndarray | None = None  # (F, 6) eV/Å³
 
 
 class GFN2:
