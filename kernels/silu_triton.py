@@ -193,11 +193,7 @@ def run_rows(kernel: Any, operands: Sequence[Tensor], results: Sequence[Tensor],
         RuntimeError: the tensors are on a CPU, and the kernels are not interpreted.
     """
     shape, device = operands[-1].shape, operands[-1].device
-    if device.type == "cpu" and isinstance(kernel, triton.JITFunction):
-        raise RuntimeError(
-            "Triton kernels run on a GPU, or on a CPU if TRITON_INTERPRET=1 is set before Python starts; got tensors "
-            "on a CPU. Call the functions of mlff.kernels.silu and mlff.kernels.swiglu: there they are plain PyTorch."
-        )
+    require_device(kernel, device)
     if 0 in shape:
         return True
     flat = not halves and all(x.is_contiguous() for x in operands)
@@ -219,6 +215,15 @@ def run_rows(kernel: Any, operands: Sequence[Tensor], results: Sequence[Tensor],
     programs = -(-rows // tall) * -(-width // wide)
     run(kernel, (programs,), [*tensors, *numbers], {}, launch, device)
     return True
+
+
+def require_device(kernel: Any, device: torch.device) -> None:
+    """Raise RuntimeError where tensors are on a CPU, and the kernels are not interpreted."""
+    if device.type == "cpu" and isinstance(kernel, triton.JITFunction):
+        raise RuntimeError(
+            "Triton kernels run on a GPU, or on a CPU if TRITON_INTERPRET=1 is set before Python starts; got tensors "
+            "on a CPU. Call the functions of mlff.kernels.silu and mlff.kernels.swiglu: there they are plain PyTorch."
+        )
 
 
 def row_stride(x: Tensor) -> int | None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mlff import presets
 from mlff.graph import Graph
-from mlff.kernels import silu_triton, swiglu_triton
+from mlff.kernels import gated_triton, silu_triton, swiglu_triton
 from mlff.kernels.grid_pair_triton import Geometry
 from mlff.kernels.launch import SHARED_MEMORY, Fit, fit_offline
 from mlff.sezm.grid import Grid
+from mlff.sezm.linear import GatedActivation
 from mlff.sezm.potential import SeZM
 
 ORDERS = ("forward", "backward", "second backward")
@@ -72,6 +73,14 @@ def grid_shapes(preset: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def gated_shapes(preset: str) -> list[dict[str, int]]:
+    """Return degree, order and width of the fused activations on a preset's edges, each once."""
+    modules = SeZM.from_preset(preset, ["H"]).modules()
+    fused = [module for module in modules if isinstance(module, GatedActivation) and module.fused]
+    shapes = {(module.degree, min(module.order or 0, module.degree), module.channels) for module in fused}
+    return [{"DEGREE": degree, "ORDER": order, "C": width} for degree, order, width in sorted(shapes)]
+
+
 def _pair() -> Graph:
     """Two hydrogen atoms 1 Å apart."""
     ends = torch.tensor([0, 1])
@@ -97,6 +106,7 @@ def geometry_of(dtype: torch.dtype, large: bool, factors: Any, **shape: Any) -> 
 def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each kernel × geometry × order × dtype × architecture; equal geometries of presets share one."""
     yield from _grid_rows(names, capabilities)
+    yield from _gated_rows(names, capabilities)
     yield from elementwise_rows(names, capabilities)
 
 
@@ -114,6 +124,23 @@ def elementwise_rows(names: Sequence[str], capabilities: Sequence[int]) -> Itera
                 for capability in capabilities:
                     fit = fit_offline(kernel, arguments, {}, silu_triton.launches(128), capability)
                     yield Row(tuple(names), family, "rows of 128", order_name, dtype_name, capability, fit)
+
+
+def _gated_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
+    users: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        for shape in gated_shapes(name):
+            users.setdefault(tuple(shape.values()), []).append(name)
+    for (degree, order, width), users_of in users.items():
+        geometry = f"DEGREE={degree} ORDER={order} C={width}"
+        for dtype_name, dtype in DTYPES.items():
+            for place, order_name in enumerate(ORDERS):
+                kernel = gated_triton.KERNELS[place]
+                constants = gated_triton.constants(degree, order, *([True] if place == 0 else []))
+                arguments = [int if p.annotation_type else dtype for p in kernel.params if not p.is_constexpr]
+                for capability in capabilities:
+                    fit = fit_offline(kernel, arguments, constants, gated_triton.launches(width), capability)
+                    yield Row(tuple(users_of), "gated rows", geometry, order_name, dtype_name, capability, fit)
 
 
 def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:

@@ -351,11 +351,12 @@ def provenance(options: Options) -> dict[str, Any]:
 
 def common_provenance(options: Options, sources: Sequence[Path]) -> dict[str, Any]:
     """Return what every file says of how it was made; `sources` are the files of code that decide that."""
+    unused = ("output", "workers", *(("elements",) if options.what == "crystals" else ()))
     return {
         "numpy": np.__version__,
         "python": platform.python_version(),
         "command": " ".join(
-            f"{key}={value}" for key, value in dataclasses.asdict(options).items() if key not in ("output", "workers")
+            f"{key}={value}" for key, value in dataclasses.asdict(options).items() if key not in unused
         ),
         "seed": options.seed,
         "script": "scripts/make_dataset.py",

@@ -11,7 +11,7 @@ from mlff.cli import main
 pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
 
 from mlff.kernels.launch import SHARED_MEMORY
-from mlff.launches import geometry_of, grid_shapes, read_capabilities, read_presets
+from mlff.launches import gated_shapes, geometry_of, grid_shapes, read_capabilities, read_presets
 
 PRO = dict(focus=2, channels=64, n_frames=3, projector=(344, 108), factors=(43, 320, 192), large=True)
 MAX = dict(focus=2, channels=96, n_frames=3, projector=(584, 147), factors=(73, 320, 192), large=False)
@@ -39,12 +39,17 @@ def test_shapes_are_those_the_model_calls_its_grids_with(preset: str, known: dic
         assert shape["factors"] is not None, "grids on the rotation group have small projectors"
 
 
+def test_gated_rows_are_those_of_the_edges() -> None:
+    assert gated_shapes("pro") == [{"DEGREE": 5, "ORDER": 1, "C": 64}]
+    assert gated_shapes("nano") == [{"DEGREE": 1, "ORDER": 1, "C": 32}]
+
+
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launches", "preset=nano", "arch=sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| presets | kernel | geometry | order | operands | arch | launch | shared memory, B |")
-    # Three orders in two dtypes: the grids of the preset, and silu, swiglu and packed swiglu.
-    assert len(lines) == 2 + 3 * 2 * (len(grid_shapes("nano")) + 3)
+    # Three orders in two dtypes: the grids of the preset, its gated rows, and silu, swiglu and packed swiglu.
+    assert len(lines) == 2 + 3 * 2 * (len(grid_shapes("nano")) + len(gated_shapes("nano")) + 3)
     for text in lines[2:]:
         cells = [cell.strip() for cell in text.strip("|").split("|")]
         assert cells[0] == "nano" and cells[5] == "sm_90"

@@ -34,7 +34,7 @@ from mlff.data.molecules import split_of
 from mlff.data.teacher import Label
 
 MAX_FORCE = 30.0  # eV/Å
-MAX_STRESS = 1.0  # eV/Å³, 160 GPa
+MAX_STRESS = 0.5  # eV/Å³, 80 GPa
 POSITION_GRID = 1e-4  # Å
 
 OXIDATION: dict[int, tuple[str, ...]] = {

@@ -41,20 +41,6 @@ def reduced_layout(degree: int, order: int) -> tuple[Int[Tensor, "R"], Int[Tenso
     return torch.tensor(index), torch.tensor(degrees)
 
 
-def reduced_rows(values: Tensor, degree: int, order: int, dim: int, lowest: int = 0) -> Tensor:
-    """Return values by degree, `lowest` to `degree` along `dim`, as rows of the reduced layout from that degree on.
-
-    The same as an `index_select`, but a few long copies, which a GPU makes faster, and the sum of a few in reverse.
-    """
-    starts = [max(m, lowest) for m in range(min(order, degree) + 1)]
-    cuts = sorted(set(starts))
-    parts = values.split([end - start for start, end in zip(cuts, [*cuts[1:], degree + 1], strict=True)], dim)
-    pieces = []
-    for m, start in enumerate(starts):
-        pieces += parts[cuts.index(start) :] * (2 if m else 1)
-    return torch.cat(pieces, dim) if len(pieces) > 1 else values
-
-
 @functools.cache
 def stretched_coupling(degree: int) -> Float[Tensor, "m a b"]:
     """Return Q with S_l = (1/c) Q[:, a, b] S_{l-1,a} S_{1,b}, rows orthonormal: the real coupling (l-1) ⊗ 1 → l.

@@ -16,9 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mlff.kernels.gated import gated_rows
+from mlff.kernels.gated_reference import reduced_rows
 from mlff.kernels.silu import silu
 from mlff.kernels.swiglu import swiglu, swiglu_packed
-from mlff.sezm.harmonics import packed_degrees, reduced_rows
+from mlff.sezm.harmonics import packed_degrees
 from mlff.sezm.tables import Tables
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
@@ -167,6 +169,23 @@ class GatedActivation(Tables):
         self.gate_linear = FocusLinear(channels, degree * channels, focus, bias, std=0.01) if degree else None
         if order is None:
             self.table("gate_of_row", packed_degrees(degree)[1:] - 1)
+
+    @property
+    def fused(self) -> bool:
+        """Whether `of_parts` is there."""
+        return self.activation == "silu" and self.order is not None and self.gate_linear is not None
+
+    def of_parts(
+        self,
+        zero: Float[Tensor, "F N L1 C"],
+        others: Float[Tensor, "F N R1 C"],
+        residual: Float[Tensor, "N R F C"],
+    ) -> Float[Tensor, "N R F C"]:
+        """Return the activated rows of m = 0 and of all others, plus a residual, in one pass over memory."""
+        assert self.gate_linear is not None and self.order is not None
+        gates = self.gate_linear.by_stream(zero[:, :, 0]).unflatten(-1, (self.degree, self.channels))
+        y = gated_rows(zero, others, gates, self.degree, self.order, residual.movedim(2, 0))
+        return y.movedim(0, 2)
 
     def forward(
         self, x: Float[Tensor, "N R F C"], gate_input: Float[Tensor, "N F C"] | None = None

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mlff.kernels.gated_reference import reduced_rows
 from mlff.sezm.attention import DepthAttention, EnvelopeAttention
 from mlff.sezm.cartesian import EdgeCartesian, NodeCartesian
 from mlff.sezm.edges import Edges
 from mlff.sezm.grid import Grid, GridNet, rotation_grid, sphere_grid
-from mlff.sezm.harmonics import packed_degrees, reduced_layout, reduced_rows
+from mlff.sezm.harmonics import packed_degrees, reduced_layout
 from mlff.sezm.linear import (
     DegreeLinear,
     GatedActivation,
@@ -52,9 +53,17 @@ class SO2Linear(nn.Module):
     def forward(
         self, x: Float[Tensor, "E R F C"], bias_strength: Float[Tensor, "E F O"] | None = None
     ) -> Float[Tensor, "E R F O"]:
-        """Return the mixed rows; `bias_strength` multiplies the bias of l = 0.
+        """Return the mixed rows; `bias_strength` multiplies the bias of l = 0."""
+        y = torch.cat(self.parts(x), 2).permute(1, 2, 0, 3)
+        if self.bias is None:
+            return y
+        bias = self.bias if bias_strength is None else self.bias * bias_strength
+        return torch.cat((y[:, :1] + bias.unsqueeze(-3), y[:, 1:]), 1)
 
-        Streams come first in memory, in the result and for speed in `x`: then no product needs a copy.
+    def parts(self, x: Float[Tensor, "E R F C"]) -> list[Float[Tensor, "F E r O"]]:
+        """Return the mixed rows of each |m| without the bias, each in a tensor of its own that has its streams first.
+
+        For speed x has them first in memory, too: then no product needs a copy.
         """
         spans = [(self.degree + 1 - m) * (1 if m == 0 else 2) for m in range(self.order + 1)]
         pieces = []
@@ -65,12 +74,8 @@ class SO2Linear(nn.Module):
             else:
                 u, v = self.weight_m[m - 1].movedim(1, 0).chunk(2, -1)
                 weight = torch.cat((torch.cat((u, v), 2), torch.cat((-v, u), 2)), 1)
-            pieces.append((part.flatten(2) @ weight).unflatten(-1, (span, self.width_out)))  # [F, E, span, O]
-        y = torch.cat(pieces, 2).permute(1, 2, 0, 3)
-        if self.bias is None:
-            return y
-        bias = self.bias if bias_strength is None else self.bias * bias_strength
-        return torch.cat((y[:, :1] + bias.unsqueeze(-3), y[:, 1:]), 1)
+            pieces.append((part.flatten(2) @ weight).unflatten(-1, (span, self.width_out)))
+        return pieces
 
 
 def _by_focus(width_in: int, focus: int, width_out: int) -> Tensor:
@@ -164,6 +169,7 @@ class SO2Stack(nn.Module):
         if z.shape[2] > 1:
             z = z.movedim(2, 0).contiguous().movedim(0, 2)
         history = [z]
+        plain = self.depth is None and self.scales is None  # the increment itself is not asked for
         for k, linear in enumerate(self.linears):
             assert isinstance(linear, SO2Linear)
             if self.depth is not None:
@@ -171,12 +177,18 @@ class SO2Stack(nn.Module):
             increment = z
             if self.norms is not None and k < len(self.norms):
                 increment = self.norms[k](increment)
+            activation = self.activations[k] if k < len(self.activations) else None
+            if plain and linear.bias is None and isinstance(activation, GatedActivation) and activation.fused:
+                zero, *others = linear.parts(increment)
+                rest = torch.cat(others, 2) if len(others) > 1 else others[0] if others else zero[:, :, :0]
+                z = activation.of_parts(zero, rest, z)
+                continue
             strength = None
             if k == 0 and linear.bias is not None:
                 strength = torch.cat((bias_strength,) * (linear.width_out // bias_strength.shape[-1]), -1)
             increment = linear(increment, strength)
-            if k < len(self.activations):
-                increment = self.activations[k](increment)
+            if activation is not None:
+                increment = activation(increment)
             if self.scales is not None:
                 increment = increment * self.scales[k]
             z = z + increment
