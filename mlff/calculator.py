@@ -10,9 +10,10 @@ Structures are read by `mlff.atoms`, as for training, and differentiated by `mlf
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from torch import nn
 
 from mlff.atoms import graph_from_atoms
 from mlff.derivatives import evaluate
+from mlff.graph import BatchPrediction, Graph
 from mlff.prediction import device_of, plain, prepared
+from mlff.recorded import RecordedEvaluation, cuda_record
 
 _CONDITIONS_INFO = ("charge", "spin")
 _CONDITIONS_ARRAYS = ("spins",)
@@ -52,7 +55,7 @@ class Calculator(AseCalculator):
         model: str | os.PathLike[str] | nn.Module = "mini",
         device: str | torch.device = "auto",
         dtype: str | torch.dtype | None = None,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = "auto",
     ) -> None:
         """Load a model, or copy one.
 
@@ -61,17 +64,21 @@ class Calculator(AseCalculator):
                 keeps its mode and its gradients, and training it further does not change this calculator.
             device: "auto" is the GPU where there is one; a module stays where it is.
             dtype: float32 or float64; by default float32, or what the module has. Energies are summed in float64.
-            compile: compile the energy with torch.compile. The first calculations take minutes, later ones are faster.
+            compile: "auto" records calculations on a GPU as CUDA graphs, one for each of a few sizes, when a size comes
+                for the second time: several times faster for small systems. False runs each operation by itself. True
+                compiles the energy with torch.compile: the first calculations take minutes.
 
         Raises:
-            ValueError: the preset has no weights, the file is not a model, or the dtype is another.
+            ValueError: the preset has no weights, the file is not a model, or dtype or compile is another.
             FileNotFoundError: there is no such file.
         """
         super().__init__()
+        if compile not in ("auto", True, False):
+            raise ValueError(f'compile must be "auto", True or False; got {compile!r}')
         self.potential = prepared(model, device, dtype)
         self.device = device_of(self.potential)
         self.compile = compile
-        self._energies = self._compiled()
+        self._evaluate = self._made()
 
     def calculate(
         self,
@@ -91,7 +98,7 @@ class Calculator(AseCalculator):
         assert self.atoms is not None
         cutoff, elements = float(self.potential.cutoff), self.potential.elements  # type: ignore[arg-type]
         graph = graph_from_atoms(self.atoms, cutoff, elements=elements)  # type: ignore[arg-type]
-        (prediction,) = plain(evaluate(self._energies, graph.to(self.device)), graph)
+        (prediction,) = plain(self._evaluate(graph.to(self.device)), graph)
         if not (np.isfinite(prediction.energy) and np.isfinite(prediction.forces).all()):
             raise CalculationFailed(
                 f"the model gives no finite energy and forces for this structure (energy {prediction.energy} eV); "
@@ -130,17 +137,20 @@ class Calculator(AseCalculator):
     def _get_name(self) -> str:
         return "mlff"
 
-    def _compiled(self) -> Any:
-        return torch.compile(self.potential, dynamic=True) if self.compile else self.potential
+    def _made(self) -> Callable[[Graph], BatchPrediction]:
+        if self.compile == "auto" and self.device.type == "cuda":
+            return RecordedEvaluation(self.potential, float(self.potential.cutoff), cuda_record)  # type: ignore[arg-type]
+        energies = torch.compile(self.potential, dynamic=True) if self.compile is True else self.potential
+        return functools.partial(evaluate, energies)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave compiled code out of pickles and copies; it is made again where it is needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_energies"}
+        """Leave compiled code and recordings out of pickles and copies; it is made again where it is needed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_evaluate"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._energies = self._compiled()
+        self._evaluate = self._made()
 
 
 def _has_volume(atoms: Atoms) -> bool:

@@ -11,14 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from test_training import Structures
 from toy import PairPotential, molecules, structure
 
 from mlff import compiled, training
+from mlff.atoms import graph_from_atoms
+from mlff.calculator import Calculator
 from mlff.config import Config, TrainerConfig, TrainingConfig, make_config
 from mlff.data.batch import loader
+from mlff.derivatives import evaluate
+from mlff.graph import Graph
 from mlff.padding import Sizes
-from mlff.recorded import BatchSizes, RecordingMismatch, Recordings, cuda_record, is_recorded, rounded
+from mlff.recorded import (
+    BatchSizes,
+    RecordedEvaluation,
+    RecordingMismatch,
+    Recordings,
+    cuda_record,
+    is_recorded,
+    rounded,
+)
 from mlff.runs import read_metrics
 from mlff.sezm.potential import SeZM
 from mlff.training import Training, fit
@@ -255,3 +268,98 @@ def test_a_cuda_graph_draws_new_random_numbers() -> None:
 )
 def test_by_default_steps_are_recorded_where_they_can_be(way, device, strategy, recorded):
     assert is_recorded(way, torch.device(device), strategy) is recorded
+
+
+# Calculations.
+
+
+def dynamics(count: int = 6) -> list[Graph]:
+    """A box of atoms that moves, so that the number of its edges changes; then a molecule, an atom, and none."""
+    random = np.random.default_rng(3)
+    places = random.uniform(0, 7, size=(20, 3))
+    numbers = [1, 8] * 10
+    frames = []
+    for step in range(count):
+        moved = Atoms(numbers, places + 0.05 * step * random.normal(size=places.shape), cell=[7, 7, 7], pbc=True)
+        frames.append(graph_from_atoms(moved, 4.0))
+    frames += [graph_from_atoms(Atoms("OH2", [[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]]), 4.0) for _ in range(2)]
+    return [
+        *frames,
+        *(graph_from_atoms(Atoms("O", [[0, 0, 0]]), 4.0) for _ in range(2)),
+        graph_from_atoms(Atoms(), 4.0),
+    ]
+
+
+def check_evaluation(potential: SeZM, record, device: str, tolerance: float) -> RecordedEvaluation:
+    recorded = RecordedEvaluation(potential, potential.cutoff, record)
+    for graph in dynamics():
+        found, expected = recorded(graph.to(device)), evaluate(potential, graph.to(device))
+        for name in ("energy", "energies", "forces", "virial", "stress"):
+            value, other = getattr(found, name), getattr(expected, name)
+            assert value.shape == other.shape and not value.requires_grad
+            assert torch.equal(value.isnan(), other.isnan()), name
+            scale = max(1.0, float(other.nan_to_num().abs().max())) if other.numel() else 1.0
+            assert torch.allclose(value, other, rtol=0, atol=tolerance * scale, equal_nan=True), name
+    return recorded
+
+
+def still(dtype: torch.dtype, device: str = "cpu") -> SeZM:
+    return sezm(dtype, device).eval().requires_grad_(False)
+
+
+def test_recorded_calculations_are_calculations() -> None:
+    """Energies, forces, virials and stresses of a moving box, a molecule and an atom, filled up to recorded sizes."""
+    recorded = check_evaluation(still(torch.float64), lambda: played, "cpu", 1e-12)
+    assert recorded.recordings is not None and len(recorded.recordings) >= 2
+    assert len(recorded.sizes.chosen) < len(dynamics()) - 2  # frames of the box share sizes
+
+
+def test_a_wrong_recorded_calculation_is_noticed() -> None:
+    def wrong(function):
+        replay, results = played(function)
+
+        def replay_wrongly() -> None:
+            replay()
+            results[2] = results[2] * 1.01  # forces
+
+        return replay_wrongly, results
+
+    recorded = RecordedEvaluation(still(torch.float64), 4.0, lambda: wrong)
+    graph = dynamics(1)[0]
+    recorded(graph)
+    with pytest.raises(RecordingMismatch, match="recorded calculation is not the one it was made from"):
+        recorded(graph)
+
+
+def test_recordings_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlff.recorded.MOST", 2)
+    recorded = check_evaluation(still(torch.float64), lambda: played, "cpu", 1e-12)
+    assert recorded.recordings is not None and len(recorded.recordings) <= 3
+
+
+def test_large_structures_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlff.recorded.LARGE", 10)
+    recorded = RecordedEvaluation(still(torch.float64), 4.0, lambda: played)
+    graph = dynamics(1)[0]
+    for _ in range(3):
+        recorded(graph)
+    assert recorded.recordings is None
+
+
+@pytest.mark.gpu
+def test_recorded_calculations_on_a_gpu() -> None:
+    recorded = check_evaluation(still(torch.float32, "cuda"), cuda_record, "cuda", 1e-5)
+    assert recorded.recordings is not None and len(recorded.recordings) >= 2 and not recorded.recordings.refused
+
+
+@pytest.mark.gpu
+def test_a_calculator_on_a_gpu_records() -> None:
+    model = still(torch.float32, "cuda")
+    recorded, plain = Calculator(model), Calculator(model, compile=False)
+    atoms = Atoms("OH2", [[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
+    for _ in range(4):
+        atoms.rattle(0.02)
+        for calculator in (recorded, plain):
+            calculator.calculate(atoms)
+        assert np.abs(recorded.results["forces"] - plain.results["forces"]).max() < 1e-4
+    assert len(recorded._evaluate.recordings) == 1
