@@ -381,7 +381,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("what=everything", "output=x"), "embedded or pretraining, got 'everything'"),
+        (("what=everything", "output=x"), "embedded, pretraining or crystals, got 'everything'"),
         (("what=pretraining",), "output is missing"),
         (("frmaes=3", "output=x"), "did you mean 'frames'"),
         (("frames=many", "output=x"), "frames must be int, got 'many'"),
