@@ -19,19 +19,15 @@ from torch import Tensor
 
 from mlff.kernels import gated_reference as reference
 from mlff.kernels.launch import Launch, choose, run, specialise, warn_reference
-from mlff.kernels.silu_triton import empty, load, odd_bytes, parts, place, require_device, row_stride, store
+from mlff.kernels.silu_triton import empty, load, odd_bytes, parts, place, require_device, row_stride, sigmoids, store
 
 # Constants are in capitals, as launch.py asks.
 
 
 @triton.jit
-def sigmoids(x):
+def slopes(x):
     """σ(x), its first and its second derivative."""
-    e = tl.exp(-tl.abs(x))  # at most one, so that nothing overflows
-    near = 1.0 / (1.0 + e)
-    far = e * near
-    s = tl.where(x >= 0, near, far)
-    t = tl.where(x >= 0, far, near)
+    s, t = sigmoids(x)
     return s, s * t, s * t * (t - s)
 
 
@@ -53,7 +49,7 @@ def _forward(
         value += load(residual, residual_row, row, channel, there, UNIT)
     store(out, out_row, row, channel, there, value, UNIT)
     for l in tl.static_range(1, DEGREE + 1):
-        s, _, _ = sigmoids(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
+        s, _, _ = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         for k in tl.static_range(0, 2 * ORDER + 1):  # m = 0, -1, +1, -2, …
             if l >= (k + 1) // 2:
                 at = place_of(k, l, DEGREE) * width
@@ -95,7 +91,7 @@ def _backward(
     g = load(grad, grad_row, row, channel, there, UNIT)
     store(out_zero, out_zero_row, row, channel, there, g * slope, UNIT)
     for l in tl.static_range(1, DEGREE + 1):
-        s, ds, _ = sigmoids(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
+        s, ds, _ = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
         for k in tl.static_range(0, 2 * ORDER + 1):
             if l >= (k + 1) // 2:
@@ -147,7 +143,7 @@ def _double_backward(
     store(out_grad, out_grad_row, row, channel, there, h * slope, UNIT)
     store(out_zero, out_zero_row, row, channel, there, h * g * bend, UNIT)
     for l in tl.static_range(1, DEGREE + 1):
-        s, ds, dds = sigmoids(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
+        s, ds, dds = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         turned = load(c + (l - 1) * width, c_row, row, channel, there, UNIT)
         first = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
         second = tl.zeros((ROWS, WIDTH), dtype=tl.float32)

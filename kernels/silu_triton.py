@@ -28,13 +28,18 @@ from mlff.kernels.launch import Launch, choose, run, specialise, warn_reference
 
 
 @triton.jit
-def parts(x):
-    """silu(x), its first and its second derivative; see silu_reference.py."""
+def sigmoids(x):
+    """σ(x) and σ(-x), the latter not as a difference from 1, which cancels."""
     e = tl.exp(-tl.abs(x))  # at most one, so that nothing overflows
     near = 1.0 / (1.0 + e)
     far = e * near
-    s = tl.where(x >= 0, near, far)
-    t = tl.where(x >= 0, far, near)
+    return tl.where(x >= 0, near, far), tl.where(x >= 0, far, near)
+
+
+@triton.jit
+def parts(x):
+    """silu(x), its first and its second derivative; see silu_reference.py."""
+    s, t = sigmoids(x)
     return x * s, s * (1.0 + x * t), s * t * (2.0 + x * (t - s))
 
 

@@ -469,7 +469,7 @@ def test_rt18_metrics_over_two_processes(tmp_path):
     """Two ranks with a structure each give what one process gives for both."""
     program = textwrap.dedent(
         f"""
-        import sys
+        import os, sys
         sys.path.insert(0, {str(tmp_path.parent)!r}); sys.path.insert(0, {os.path.dirname(__file__)!r})
         import numpy as np, torch
         import torch.distributed as dist
@@ -486,8 +486,8 @@ def test_rt18_metrics_over_two_processes(tmp_path):
         values = errors.compute()
         assert abs(values["energy_mae_per_atom"] - 0.06) < 1e-12, values
         assert abs(values["forces_mae"] - 6.6 / 36) < 1e-12, values
-        dist.barrier()  # a rank that leaves while the other one still listens can bring it down
-        dist.destroy_process_group()
+        dist.barrier()
+        os._exit(0)  # how the threads of torch end, which under load is with an abort, is not what is tested
         """
     )
     ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], stderr=subprocess.PIPE) for rank in range(2)]

@@ -172,7 +172,7 @@ def structure(prototype: Prototype, symbols: tuple[str, ...]) -> Atoms:
         onduplicates="error",
     )
     atoms = Atoms(atoms.numbers, cell=atoms.cell, scaled_positions=atoms.get_scaled_positions(), pbc=True)
-    atoms.set_cell(atoms.cell / closeness(atoms), scale_atoms=True)
+    atoms.set_cell(atoms.cell.array / closeness(atoms), scale_atoms=True)
     return atoms
 
 
@@ -255,7 +255,7 @@ def _at_best_volume(atoms: Atoms, label: Callable[[Atoms], Label]) -> Atoms:
 
     def scaled(factor: float) -> Atoms:
         other = atoms.copy()
-        other.set_cell(atoms.cell * factor, scale_atoms=True)
+        other.set_cell(atoms.cell.array * factor, scale_atoms=True)
         return other
 
     factors = np.arange(0.80, 1.41, 0.06)
@@ -268,12 +268,9 @@ def _at_best_volume(atoms: Atoms, label: Callable[[Atoms], Label]) -> Atoms:
 
 
 def _repeats(count: int, most: int, rng: np.random.Generator) -> tuple[int, int, int]:
-    choices = [
-        repeats
-        for repeats in itertools.product((1, 2, 3), repeat=3)
-        if count * np.prod(repeats) <= most and max(repeats) - min(repeats) <= 1
-    ]
-    large = [repeats for repeats in choices if count * np.prod(repeats) > most / 3]
+    triples = [(a, b, c) for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)]
+    choices = [(a, b, c) for a, b, c in triples if count * a * b * c <= most and max(a, b, c) - min(a, b, c) <= 1]
+    large = [(a, b, c) for a, b, c in choices if count * a * b * c > most / 3]
     pick = large if large and rng.random() < 0.7 else choices or [(1, 1, 1)]
     return pick[int(rng.integers(len(pick)))]
 
