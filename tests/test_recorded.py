@@ -320,7 +320,7 @@ def test_a_wrong_recorded_calculation_is_noticed() -> None:
 
         def replay_wrongly() -> None:
             replay()
-            results[2] = results[2] * 1.01  # forces
+            results[2] = results[2] * 1.1  # forces
 
         return replay_wrongly, results
 
