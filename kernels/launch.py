@@ -310,8 +310,8 @@ def _aligned(parameter: Any, types: Mapping[str, str]) -> bool:
 
 
 def _type_name(argument: Argument) -> str:
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", int: "i64"}
-    return names[argument]
+    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+    return {**names, torch.int32: "*i32", torch.int64: "*i64", int: "i64"}[argument]
 
 
 def _runtime_names(kernel: Any) -> list[str]:

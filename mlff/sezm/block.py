@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mlff.sezm.attention import DepthAttention
-from mlff.sezm.edges import Edges
+from mlff.sezm.edges import Edges, Rotations
 from mlff.sezm.feedforward import block_feedforward
 from mlff.sezm.linear import routed
 from mlff.sezm.norm import EquivariantRMSNorm
@@ -42,7 +42,7 @@ class Block(nn.Module):
         )
 
     def convolve(
-        self, x: Float[Tensor, "A M C"], features: Tensor, rotation: Tensor | None, edges: Edges
+        self, x: Float[Tensor, "A M C"], features: Tensor, rotation: Rotations | None, edges: Edges
     ) -> Float[Tensor, "A M C"]:
         """Return the messages of the neighbours; rows above the message degree are zero."""
         rows = (self.degree + 1) ** 2
@@ -99,7 +99,7 @@ class Trunk(nn.Module):
         self,
         x: Float[Tensor, "A M C"],
         features: Float[Tensor, "E L C"],
-        rotations: dict[tuple[int, int], Tensor],
+        rotations: dict[tuple[int, int], Rotations],
         edges: Edges,
     ) -> Float[Tensor, "A m C"]:
         """Return the features after the last block, at its node degree."""

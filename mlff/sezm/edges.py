@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mlff.kernels.edge_frames import Ends
 from mlff.sezm.harmonics import WignerRows, reduced_layout
 from mlff.sezm.tables import Tables
 
@@ -28,6 +30,16 @@ class Edges:
     inverse_sqrt_degree: Float[Tensor, "A 1"]  # 1 / sqrt(Σ w² + δ)
     basis: Float[Tensor, "E B"]  # radial basis φ with its envelope
 
+    @cached_property
+    def sender_ends(self) -> Ends:
+        """The edges that start at each atom."""
+        return Ends.of(self.senders, self.n_atoms)
+
+    @cached_property
+    def receiver_ends(self) -> Ends:
+        """The edges that end at each atom."""
+        return Ends.of(self.receivers, self.n_atoms)
+
     def sum(self, values: Float[Tensor, "E *n"]) -> Float[Tensor, "A *n"]:
         """Return the sum over the edges of each receiver, in float32 at least.
 
@@ -41,8 +53,27 @@ class Edges:
         return weight if self.gate is None else weight * self.gate
 
 
+@dataclass(frozen=True)
+class Rotations:
+    """Matrices that turn packed coefficients into each edge's frame, reduced to the orders that a block keeps.
+
+    They are block diagonal in the degree. `numbers` are the blocks one after another, rows m' ascending.
+    """
+
+    numbers: Float[Tensor, "E n"]
+    places: Int[Tensor, "n"]  # of the numbers in the flattened dense matrix
+    shape: tuple[int, int]  # rows and columns of a dense matrix
+
+    @cached_property
+    def dense(self) -> Float[Tensor, "E R M"]:
+        """The matrices with their zeros, rows in the reduced layout."""
+        edges, (rows, columns) = self.numbers.shape[0], self.shape
+        empty = self.numbers.new_zeros(edges, rows * columns)
+        return empty.index_copy(1, self.places, self.numbers).view(-1, rows, columns)
+
+
 class EdgeRotations(Tables):
-    """Dense matrices that turn packed coefficients into each edge's frame, reduced to the orders that a block keeps."""
+    """Makes the rotations of all shapes (degree, order) that blocks use."""
 
     def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
         super().__init__()
@@ -53,8 +84,8 @@ class EdgeRotations(Tables):
         for degree, order in self.shapes:
             self.table(f"places_{degree}_{order}", _places(degree, order))
 
-    def forward(self, frames: Float[Tensor, "E 3 3"]) -> dict[tuple[int, int], Float[Tensor, "E R M"]]:
-        """Return for each (degree L, order M) the rows of D in reduced order, [E, R, (L+1)²]."""
+    def forward(self, frames: Float[Tensor, "E 3 3"]) -> dict[tuple[int, int], Rotations]:
+        """Return for each (degree L, order M) the rows of D that are kept."""
         blocks = self.rows(frames)
         matrices = {}
         for degree, order in self.shapes:
@@ -64,8 +95,7 @@ class EdgeRotations(Tables):
                 kept.append(block[:, surplus : block.shape[1] - surplus].flatten(1))
             rows, columns = len(reduced_layout(degree, order)[0]), (degree + 1) ** 2
             places = self.get_buffer(f"places_{degree}_{order}")
-            empty = frames.new_zeros(frames.shape[0], rows * columns)
-            matrices[degree, order] = empty.index_copy(1, places, torch.cat(kept, 1)).view(-1, rows, columns)
+            matrices[degree, order] = Rotations(torch.cat(kept, 1), places, (rows, columns))
         return matrices
 
 

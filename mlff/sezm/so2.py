@@ -12,10 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mlff.kernels.degree_mixer import mix_degrees
+from mlff.kernels.edge_frames import into_frames, out_of_frames
 from mlff.kernels.gated_reference import reduced_rows
+from mlff.kernels.host import plain
 from mlff.sezm.attention import DepthAttention, EnvelopeAttention
 from mlff.sezm.cartesian import EdgeCartesian, NodeCartesian
-from mlff.sezm.edges import Edges
+from mlff.sezm.edges import Edges, Rotations
 from mlff.sezm.grid import Grid, GridNet, rotation_grid, sphere_grid
 from mlff.sezm.harmonics import packed_degrees, reduced_layout
 from mlff.sezm.linear import (
@@ -101,6 +104,13 @@ class DegreeMixer(nn.Module):
         has_basis = mode == "degree_channel" and rank > 0
         std = 1 / math.sqrt(rank + width)
         self.channel_basis = nn.Parameter(truncated_normal(rank, width, std=std)) if has_basis else None
+
+    def by_stream(self, x: Float[Tensor, "E R F C"], features: Float[Tensor, "E L W"]) -> Float[Tensor, "E R F C"]:
+        """Return the same of rows in streams, by one kernel where there is a basis."""
+        if self.channel_basis is None:
+            return self(x.flatten(2), features).unflatten(2, x.shape[2:])
+        kernel = (features.flatten(1) @ self.weight).unflatten(-1, (self.entries, self.per_entry))
+        return mix_degrees(kernel, self.channel_basis, x, self.degree, self.order)
 
     def forward(self, x: Float[Tensor, "E R C"], features: Float[Tensor, "E L C"]) -> Float[Tensor, "E R C"]:
         """Return the mixed rows; `features` are the degrees' radial features."""
@@ -261,23 +271,28 @@ class SO2Convolution(Tables):
                 self.value_proj = DegreeLinear(degree, wide, wide, row_degrees=degrees)
             if options.atten_o_proj:
                 self.out_proj = DegreeLinear(degree, wide, wide)
+        mixed = node_wise or self.focus_mix is not None or self.value_proj is not None
+        self.fusible = self.in_frame and self.attention is not None and not mixed
         if options.node_cartesian != "none":
             self.node_cartesian = NodeCartesian(options, degree)
 
     def forward(
-        self, x: Float[Tensor, "A M C"], features: Float[Tensor, "E L C"], rotation: Tensor | None, edges: Edges
+        self, x: Float[Tensor, "A M C"], features: Float[Tensor, "E L C"], rotation: Rotations | None, edges: Edges
     ) -> Float[Tensor, "A M C"]:
         """Return the gathered messages.
 
-        `features` are the radial and element features of each edge and degree, `rotation` [E, R, M] the matrix into its
-        frame.
+        `features` are the radial and element features of each edge and degree, `rotation` the matrices into its frame.
         """
         x = self.pre_mix(x)
         radial = features[:, : self.degree + 1]
         if self.radial_proj is not None:
             radial = radial @ self.radial_proj
-        messages, share = self._messages(x, radial, rotation, edges)
-        gathered = self._gather(messages, share, x, radial[:, 0], rotation, edges)
+        numbers = 0 if rotation is None else len(edges.senders) * rotation.shape[0] * x.shape[2]
+        if self.fusible and rotation is not None and not plain(x, numbers):
+            gathered = self._fused(x, radial, rotation, edges)
+        else:
+            messages, share = self._messages(x, radial, rotation, edges)
+            gathered = self._gather(messages, share, x, radial[:, 0], rotation, edges)
         if hasattr(self, "message_node"):
             query, context = (tensor.unflatten(-1, (self.focus, self.width)) for tensor in (gathered, x))
             gathered = gathered + self.message_node(query, context).flatten(-2)
@@ -285,8 +300,30 @@ class SO2Convolution(Tables):
             gathered = self.node_cartesian(gathered, x)
         return self.post_mix(gathered)
 
+    def _fused(self, x: Tensor, radial: Tensor, rotation: Rotations, edges: Edges) -> Tensor:
+        """Return the gathered messages by kernels that make no table of neighbours; streams stand first in memory."""
+        z = into_frames(rotation.numbers, x, edges.sender_ends, self.degree, self.order, self.focus)
+        if hasattr(self, "mixer"):
+            z = self.mixer.by_stream(z, radial)
+        else:
+            z = z * reduced_rows(radial, self.degree, self.order, 1).unflatten(-1, (self.focus, self.width))
+        messages, share = self._stacked(z, radial, edges)
+        weights, gates = self._attention(x, radial[:, 0], share, edges)
+        heads = weights.flatten(1)
+        messages = messages.unflatten(-1, (-1, self.focus * self.width // heads.shape[1])).flatten(2, 3)
+        gathered = out_of_frames(rotation.numbers, messages, edges.receiver_ends, self.degree, self.order, heads)
+        return self._gated(gathered * self.get_buffer("restore"), gates)
+
+    def _stacked(self, z: Float[Tensor, "E R F C"], radial: Tensor, edges: Edges) -> tuple[Tensor, Tensor | None]:
+        """Return the message of each edge in its frame, and its streams' weights."""
+        scalars = z[:, 0]
+        if hasattr(self, "stack"):
+            strength = (radial[:, 0] * edges.weight).unflatten(-1, (self.focus, self.width))
+            z = self.stack(z, strength)
+        return z, None if self.competition is None else self.competition(scalars)
+
     def _messages(
-        self, x: Tensor, radial: Tensor, rotation: Tensor | None, edges: Edges
+        self, x: Tensor, radial: Tensor, rotation: Rotations | None, edges: Edges
     ) -> tuple[Float[Tensor, "E R W"], Float[Tensor, "E F"] | None]:
         """Return the message of each edge, in its frame if that is where it is made, and its streams' weights."""
         streams = (self.focus, self.width)
@@ -297,23 +334,17 @@ class SO2Convolution(Tables):
                 message = self.cartesian(sent, radial, edges.directions)
             else:
                 message = sent * radial.index_select(1, self.get_buffer("row_degrees"))
-        else:
-            assert rotation is not None
-            z = rotation @ sent
-            if hasattr(self, "mixer"):
-                z = self.mixer(z, radial)
-            else:
-                z = z * reduced_rows(radial, self.degree, self.order, 1)
-            z = z.unflatten(-1, streams)
-            if hasattr(self, "node_wise"):
-                context = (rotation @ x.index_select(0, edges.receivers)).unflatten(-1, streams)
-                z = z + self.node_wise(z, context)
-            scalars = z[:, 0]
-            if hasattr(self, "stack"):
-                strength = (radial[:, 0] * edges.weight).unflatten(-1, streams)
-                z = self.stack(z, strength)
-            message = z.flatten(-2)
-        return message, None if self.competition is None else self.competition(scalars)
+            return message, None if self.competition is None else self.competition(scalars)
+        assert rotation is not None
+        z = rotation.dense @ sent
+        has_mixer = hasattr(self, "mixer")
+        z = self.mixer(z, radial) if has_mixer else z * reduced_rows(radial, self.degree, self.order, 1)
+        z = z.unflatten(-1, streams)
+        if hasattr(self, "node_wise"):
+            context = (rotation.dense @ x.index_select(0, edges.receivers)).unflatten(-1, streams)
+            z = z + self.node_wise(z, context)
+        z, share = self._stacked(z, radial, edges)
+        return z.flatten(-2), share
 
     def _gather(
         self,
@@ -321,7 +352,7 @@ class SO2Convolution(Tables):
         share: Tensor | None,
         x: Tensor,
         radial_scalars: Tensor,
-        rotation: Tensor | None,
+        rotation: Rotations | None,
         edges: Edges,
     ) -> Tensor:
         """Return the weighted sum of the messages of each atom, in the global frame."""
@@ -337,20 +368,30 @@ class SO2Convolution(Tables):
             messages = self.focus_mix(messages)
         if self.value_proj is not None:
             messages = self.value_proj(messages)
+        weights, gates = self._attention(x, radial_scalars, share, edges)
+        return self._gated(self._turn_back(_by_head(messages, weights), rotation, edges), gates)
+
+    def _attention(
+        self, x: Tensor, radial_scalars: Tensor, share: Tensor | None, edges: Edges
+    ) -> tuple[Float[Tensor, "E F H"], Float[Tensor, "A F H"]]:
+        """Return the weights of messages, times those of their streams, and the gates of their sums."""
+        assert self.attention is not None
         streams = (self.attention.norm.scale.shape[0], -1)
         scalars = x[:, 0].unflatten(-1, streams)
-        weights = self.attention(scalars, radial_scalars.unflatten(-1, streams), edges)  # [E, F, H]
+        weights = self.attention(scalars, radial_scalars.unflatten(-1, streams), edges)
         if share is not None:  # nothing came between: one product for both
             weights = weights * share.unsqueeze(-1)
-        gathered = self._turn_back(_by_head(messages, weights), rotation, edges)
-        gathered = _by_head(gathered, self.attention.gate(scalars))
+        return weights, self.attention.gate(scalars)
+
+    def _gated(self, gathered: Tensor, gates: Tensor) -> Tensor:
+        gathered = _by_head(gathered, gates)
         return gathered if self.out_proj is None else self.out_proj(gathered)
 
-    def _turn_back(self, messages: Tensor, rotation: Tensor | None, edges: Edges) -> Tensor:
+    def _turn_back(self, messages: Tensor, rotation: Rotations | None, edges: Edges) -> Tensor:
         if not self.in_frame:
             return edges.sum(messages)
         assert rotation is not None
-        return edges.sum(rotation.transpose(1, 2) @ messages) * self.get_buffer("restore")
+        return edges.sum(rotation.dense.transpose(1, 2) @ messages) * self.get_buffer("restore")
 
 
 def _by_head(x: Float[Tensor, "N R W"], weights: Float[Tensor, "N F H"]) -> Float[Tensor, "N R W"]:
