@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mlff import presets
 from mlff.graph import Graph
-from mlff.kernels import gated_triton, silu_triton, swiglu_triton
+from mlff.kernels import degree_mixer_triton, edge_frames_triton, gated_triton, silu_triton, swiglu_triton
 from mlff.kernels.grid_pair_triton import Geometry
 from mlff.kernels.launch import SHARED_MEMORY, Fit, fit_offline
 from mlff.sezm.grid import Grid
 from mlff.sezm.linear import GatedActivation
 from mlff.sezm.potential import SeZM
+from mlff.sezm.so2 import SO2Convolution
 
 ORDERS = ("forward", "backward", "second backward")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,6 +82,27 @@ def gated_shapes(preset: str) -> list[dict[str, int]]:
     return [{"DEGREE": degree, "ORDER": order, "C": width} for degree, order, width in sorted(shapes)]
 
 
+def edge_functions(preset: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return family, function and constants of what a preset's convolutions call, derivatives included, each once."""
+    found = []
+    for module in SeZM.from_preset(preset, ["H"]).modules():
+        if not isinstance(module, SO2Convolution) or not module.fusible:
+            continue
+        assert module.attention is not None
+        focus, width = module.focus, module.width
+        heads = module.attention.heads * module.attention.norm.scale.shape[0]
+        there = (module.degree, module.order, focus, width, False)
+        back = (module.degree, module.order, heads, focus * width // heads, True)
+        calls = [("gather", there), ("scatter", there), ("outer", there)]
+        calls += [("scatter", back), ("gather", back), ("outer", back), ("share", back)]
+        found += [("edge frames", name, edge_frames_triton.constants(name, *shape)) for name, shape in calls]
+        if hasattr(module, "mixer") and module.mixer.channel_basis is not None:
+            shape = (module.degree, module.order, focus, width, len(module.mixer.channel_basis))
+            for name in degree_mixer_triton.KERNELS:
+                found.append(("degree mixer", name, degree_mixer_triton.constants(name, *shape)))
+    return [call for place, call in enumerate(found) if call not in found[:place]]
+
+
 def _pair() -> Graph:
     """Two hydrogen atoms 1 Å apart."""
     ends = torch.tensor([0, 1])
@@ -107,6 +129,7 @@ def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each kernel × geometry × order × dtype × architecture; equal geometries of presets share one."""
     yield from _grid_rows(names, capabilities)
     yield from _gated_rows(names, capabilities)
+    yield from _edge_rows(names, capabilities)
     yield from elementwise_rows(names, capabilities)
 
 
@@ -141,6 +164,27 @@ def _gated_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[R
                 for capability in capabilities:
                     fit = fit_offline(kernel, arguments, constants, gated_triton.launches(width), capability)
                     yield Row(tuple(users_of), "gated rows", geometry, order_name, dtype_name, capability, fit)
+
+
+def _edge_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows of functions whose derivatives are one another, so that they have no order of their own."""
+    users: list[tuple[tuple[str, str, dict[str, Any]], list[str]]] = []
+    for name in names:
+        for call in edge_functions(name):
+            known = [presets_of for other, presets_of in users if other == call]
+            if known:
+                known[0].append(name)
+            else:
+                users.append((call, [name]))
+    families: dict[str, Any] = {"edge frames": edge_frames_triton, "degree mixer": degree_mixer_triton}
+    for (family, name, constants), users_of in users:
+        kernels = families[family]
+        geometry = " ".join(f"{key}={value}" for key, value in constants.items() if key != "UNIT")
+        for dtype_name, dtype in DTYPES.items():
+            known, tried = kernels.arguments(name, dtype), kernels.launches(name, constants["C"])
+            for capability in capabilities:
+                fit = fit_offline(kernels.KERNELS[name], known, constants, tried, capability)
+                yield Row(tuple(users_of), f"{family}, {name}", geometry, "all", dtype_name, capability, fit)
 
 
 def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:

@@ -140,10 +140,13 @@ class BatchSizes:
 
     def fitting(self, own: Sizes) -> Sizes:
         """Return the size for a batch: one of those before, if there is one, or a new one."""
+        # The edges that fill a batch up are shared by the atoms that do. One program sums the edges of an atom: were
+        # there one atom for all of them, the whole device would wait for it.
+        least = own.atoms + own.atoms // 32 + 1
         fitting = [
             sizes
             for sizes in self.chosen
-            if own.atoms < sizes.atoms <= _limit(own.atoms + 1)
+            if least <= sizes.atoms <= _limit(least)
             and own.edges <= sizes.edges <= _limit(own.edges)
             and own.structures < sizes.structures
         ]
@@ -151,9 +154,9 @@ class BatchSizes:
             return min(fitting, key=lambda sizes: (sizes.edges, sizes.atoms))
         # Edges are what a step costs most for, so that recordings differ in them. Of atoms a new size has as many as
         # another one, if that suits; structures cost nothing.
-        shared = [sizes.atoms for sizes in self.chosen if own.atoms < sizes.atoms <= _limit(own.atoms + 1)]
+        shared = [sizes.atoms for sizes in self.chosen if least <= sizes.atoms <= _limit(least)]
         structures = max([2 ** own.structures.bit_length(), *(sizes.structures for sizes in self.chosen)])
-        sizes = Sizes(max([rounded(own.atoms + 1), *shared]), rounded(max(own.edges, 1)), structures)
+        sizes = Sizes(max([rounded(least), *shared]), rounded(max(own.edges, 1)), structures)
         self.chosen.append(sizes)
         return sizes
 

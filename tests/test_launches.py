@@ -11,7 +11,7 @@ from mlff.cli import main
 pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
 
 from mlff.kernels.launch import SHARED_MEMORY
-from mlff.launches import gated_shapes, geometry_of, grid_shapes, read_capabilities, read_presets
+from mlff.launches import edge_functions, gated_shapes, geometry_of, grid_shapes, read_capabilities, read_presets
 
 PRO = dict(focus=2, channels=64, n_frames=3, projector=(344, 108), factors=(43, 320, 192), large=True)
 MAX = dict(focus=2, channels=96, n_frames=3, projector=(584, 147), factors=(73, 320, 192), large=False)
@@ -44,12 +44,23 @@ def test_gated_rows_are_those_of_the_edges() -> None:
     assert gated_shapes("nano") == [{"DEGREE": 1, "ORDER": 1, "C": 32}]
 
 
+def test_functions_of_edges_are_those_of_the_convolutions() -> None:
+    functions = edge_functions("mini")
+    assert [name for _, name, _ in functions] == [
+        *("gather", "scatter", "outer"),  # into the frames, and its derivatives
+        *("scatter", "gather", "outer", "share"),  # out of them, with weights of edges
+        *("mix", "kernels", "basis"),
+    ]
+    assert functions[0][2] == {"DEGREE": 2, "ORDER": 1, "FOCUS": 1, "C": 32, "WEIGHTED": False, "UNIT": 4}
+
+
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launches", "preset=nano", "arch=sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| presets | kernel | geometry | order | operands | arch | launch | shared memory, B |")
     # Three orders in two dtypes: the grids of the preset, its gated rows, and silu, swiglu and packed swiglu.
-    assert len(lines) == 2 + 3 * 2 * (len(grid_shapes("nano")) + len(gated_shapes("nano")) + 3)
+    orders = 3 * 2 * (len(grid_shapes("nano")) + len(gated_shapes("nano")) + 3)
+    assert len(lines) == 2 + orders + 2 * len(edge_functions("nano"))
     for text in lines[2:]:
         cells = [cell.strip() for cell in text.strip("|").split("|")]
         assert cells[0] == "nano" and cells[5] == "sm_90"

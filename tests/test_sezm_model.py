@@ -194,6 +194,37 @@ def test_gradients_of_a_force_loss_are_exact() -> None:
         assert abs(numeric - exact) < 1e-5 * max(1.0, abs(exact)), name
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_focus": 2, "radial_so2_mode": "degree_channel", "radial_so2_rank": 2},
+        {"radial_so2_mode": "degree_channel", "radial_so2_rank": 0, "n_atten_head": 2},
+        {"radial_so2_mode": "degree", "atten_o_proj": True, "lmax": 3, "mmax": 2},
+        {"mixing_layers": 0, "radial_so2_mode": "degree_channel", "n_focus": 2, "n_atten_head": 2},
+    ],
+    ids=str,
+)
+def test_kernels_of_edges_change_nothing(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions by the operators that a GPU takes: energies, forces and a force loss's gradients are the same."""
+    potential = shaken(SeZM.from_options({**SMALL, **options}, ["H", "O"], dtype=torch.float64)).eval()
+    calls = []
+
+    def results() -> list[torch.Tensor]:
+        prediction = evaluate(potential, water(), create_graph=True)
+        loss = prediction.energy.sum() + prediction.forces.square().sum() + prediction.virial.square().sum()
+        gradients = torch.autograd.grad(loss, list(potential.parameters()), allow_unused=True, materialize_grads=True)
+        return [prediction.energy, prediction.forces, prediction.virial, *gradients]
+
+    expected = results()
+    monkeypatch.setattr("mlff.sezm.so2.plain", lambda x, elements: calls.append(elements))
+    found = results()
+    assert len(calls) == 1
+    for one, other in zip(found, expected, strict=True):
+        # Sums in another order: 1e-16 of the largest number, a hundred terms.
+        assert torch.allclose(one, other, rtol=0, atol=1e-13 * max(1.0, other.abs().max().item()))
+
+
 def test_random_roll_changes_nothing() -> None:
     """In training every edge frame is rolled at random; the model is blind to it."""
     potential = shaken(SeZM.from_options({**SMALL, "ffn_so3_grid": True}, ["H", "O"], dtype=torch.float64))
