@@ -306,7 +306,8 @@ class SO2Convolution(Tables):
         if hasattr(self, "mixer"):
             z = self.mixer.by_stream(z, radial)
         else:
-            z = z * reduced_rows(radial, self.degree, self.order, 1).unflatten(-1, (self.focus, self.width))
+            factors = reduced_rows(radial, self.degree, self.order, 1).unflatten(-1, (self.focus, self.width))
+            z = z * factors.to(z.dtype)
         messages, share = self._stacked(z, radial, edges)
         weights, gates = self._attention(x, radial[:, 0], share, edges)
         heads = weights.flatten(1)
