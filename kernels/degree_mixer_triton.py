@@ -37,7 +37,7 @@ def entries_before(m: tl.constexpr, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def entry(i: tl.constexpr, j: tl.constexpr, m: tl.constexpr, DEGREE: tl.constexpr):
+def entry(i, j, m: tl.constexpr, DEGREE: tl.constexpr):
     """Which entry of an edge's kernels leads from degree i to degree j."""
     return entries_before(m, DEGREE) + (i - m) * (DEGREE + 1 - m) + j - m
 
@@ -61,20 +61,20 @@ def degree_mix(
         for i in tl.static_range((k + 1) // 2, DEGREE + 1):
             at = place_of(k, i, DEGREE) * (x_row * UNIT)
             rows = rows + (tl.load(source + at, mask=there, other=0.0).to(tl.float32),)
-        for j in tl.static_range((k + 1) // 2, DEGREE + 1):
+        for j in range((k + 1) // 2, DEGREE + 1):  # not unrolled: the compiler's time grows with the square of that
             y = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
             for q in tl.static_range(RANK):
                 part = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
                 for i in tl.static_range((k + 1) // 2, DEGREE + 1):
                     if TRANSPOSED:
-                        at = factors + entry(j, i, (k + 1) // 2, DEGREE) * RANK + q
+                        factor = factors + entry(j, i, (k + 1) // 2, DEGREE) * RANK + q
                     else:
-                        at = factors + entry(i, j, (k + 1) // 2, DEGREE) * RANK + q
-                    part += tl.load(at, mask=inside, other=0.0).to(tl.float32) * rows[i - (k + 1) // 2]
+                        factor = factors + entry(i, j, (k + 1) // 2, DEGREE) * RANK + q
+                    part += tl.load(factor, mask=inside, other=0.0).to(tl.float32) * rows[i - (k + 1) // 2]
                 weight = tl.load(basis + q * (FOCUS * C) + stream * C + channel, mask=known, other=0.0)
                 y += weight.to(tl.float32) * part
-            at = place_of(k, j, DEGREE) * (out_row * UNIT)
-            tl.store(target + at, y.to(out.dtype.element_ty), mask=there)
+            row = target + (place_of(k, 0, DEGREE) + j) * (out_row * UNIT)
+            tl.store(row, y.to(out.dtype.element_ty), mask=there)
 
 
 @specialise(aligned=("a", "b"))
@@ -93,7 +93,7 @@ def degree_mix_kernels(
     one, other = a + edge * (a_edge * UNIT) + channel, b + edge * (b_edge * UNIT) + channel
     target = out + place * (entries_before(ORDER + 1, DEGREE) * RANK)
     for m in tl.static_range(ORDER + 1):
-        for i in range(m, DEGREE + 1):  # not unrolled: the compiler would take minutes
+        for i in range(m, DEGREE + 1):  # not unrolled, as above
             for j in tl.static_range(m, DEGREE + 1):
                 sums = ()
                 for _ in tl.static_range(RANK):
@@ -112,7 +112,7 @@ def degree_mix_kernels(
                         news = news + (sums[q] + weight.to(tl.float32) * product,)
                     sums = news
                 for q in tl.static_range(RANK):
-                    at = (entry(m, j, m, DEGREE) + (i - m) * (DEGREE + 1 - m)) * RANK + q
+                    at = entry(i, j, m, DEGREE) * RANK + q
                     tl.store(target + at, tl.sum(sums[q], 1).to(out.dtype.element_ty), mask=place < edges)
 
 
@@ -143,15 +143,15 @@ def degree_mix_basis(
             for i in tl.static_range((k + 1) // 2, DEGREE + 1):
                 at = one + place_of(k, i, DEGREE) * (a_row * UNIT)
                 rows = rows + (tl.load(at, mask=there, other=0.0).to(tl.float32),)
-            for j in tl.static_range((k + 1) // 2, DEGREE + 1):
-                at = other + place_of(k, j, DEGREE) * (b_row * UNIT)
-                value = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            for j in range((k + 1) // 2, DEGREE + 1):  # not unrolled, as above
+                row = other + (place_of(k, 0, DEGREE) + j) * (b_row * UNIT)
+                value = tl.load(row, mask=there, other=0.0).to(tl.float32)
                 news = ()
                 for q in tl.static_range(RANK):
                     part = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
                     for i in tl.static_range((k + 1) // 2, DEGREE + 1):
-                        at = factors + entry(i, j, (k + 1) // 2, DEGREE) * RANK + q
-                        part += tl.load(at, mask=inside, other=0.0).to(tl.float32) * rows[i - (k + 1) // 2]
+                        factor = factors + entry(i, j, (k + 1) // 2, DEGREE) * RANK + q
+                        part += tl.load(factor, mask=inside, other=0.0).to(tl.float32) * rows[i - (k + 1) // 2]
                     news = news + (sums[q] + part * value,)
                 sums = news
     target = out + ((first * RANK) * FOCUS + stream) * C + tl.arange(0, CHANNELS)

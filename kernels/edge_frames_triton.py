@@ -162,25 +162,28 @@ def edge_outer(
     source = x + atom * (x_atom * UNIT) + channel
     other = y + edge * (y_edge * UNIT) + channel
     target = out + (tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)) * numbers_before(DEGREE + 1, ORDER)
+    factors = ()
+    for f in tl.static_range(FOCUS):
+        if WEIGHTED:
+            weight = tl.load(weights + edge * weights_edge + f, mask=inside, other=0.0).to(tl.float32)
+            factors = factors + (weight,)
     for l in tl.static_range(DEGREE + 1):
         for k in tl.static_range(2 * ORDER + 1):
             if l >= (k + 1) // 2:
-                sums = ()
-                for _ in tl.static_range(2 * l + 1):
-                    sums = sums + (tl.zeros((EDGES, CHANNELS), dtype=tl.float32),)
+                values = ()
                 for f in tl.static_range(FOCUS):
                     at = other + place_of(k, l, DEGREE) * (y_row * UNIT) + f * (y_stream * UNIT)
                     value = tl.load(at, mask=there, other=0.0).to(tl.float32)
                     if WEIGHTED:
-                        value *= tl.load(weights + edge * weights_edge + f, mask=inside, other=0.0).to(tl.float32)
-                    news = ()
-                    for m in tl.static_range(2 * l + 1):
-                        row = tl.load(source + (l * l + m) * (x_row * UNIT) + f * C, mask=there, other=0.0)
-                        news = news + (sums[m] + value * row.to(tl.float32),)
-                    sums = news
+                        value *= factors[f]
+                    values = values + (value,)
                 first = numbers_before(l, ORDER) + block_row(k, l, ORDER) * (2 * l + 1)
-                for m in tl.static_range(2 * l + 1):
-                    tl.store(target + first + m, tl.sum(sums[m], 1).to(out.dtype.element_ty), mask=within)
+                for m in range(2 * l + 1):  # not unrolled: the compiler would take ten seconds
+                    product = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
+                    for f in tl.static_range(FOCUS):
+                        row = tl.load(source + (l * l + m) * (x_row * UNIT) + f * C, mask=there, other=0.0)
+                        product += values[f] * row.to(tl.float32)
+                    tl.store(target + first + m, tl.sum(product, 1).to(out.dtype.element_ty), mask=within)
 
 
 @specialise(aligned=("x", "y"))
