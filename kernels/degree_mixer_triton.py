@@ -73,7 +73,7 @@ def degree_mix(
                     part += tl.load(factor, mask=inside, other=0.0).to(tl.float32) * rows[i - (k + 1) // 2]
                 weight = tl.load(basis + q * (FOCUS * C) + stream * C + channel, mask=known, other=0.0)
                 y += weight.to(tl.float32) * part
-            row = target + (place_of(k, 0, DEGREE) + j) * (out_row * UNIT)
+            row = target + place_of(k, j, DEGREE) * (out_row * UNIT)
             tl.store(row, y.to(out.dtype.element_ty), mask=there)
 
 
@@ -102,7 +102,7 @@ def degree_mix_kernels(
                     product = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
                     for k in tl.static_range(2 * ORDER + 1):
                         if (k + 1) // 2 == m:
-                            at = one + (place_of(k, 0, DEGREE) + i) * (a_row * UNIT) + f * (a_stream * UNIT)
+                            at = one + place_of(k, i, DEGREE) * (a_row * UNIT) + f * (a_stream * UNIT)
                             value = tl.load(at, mask=there, other=0.0).to(tl.float32)
                             at = other + place_of(k, j, DEGREE) * (b_row * UNIT) + f * (b_stream * UNIT)
                             product += value * tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -144,7 +144,7 @@ def degree_mix_basis(
                 at = one + place_of(k, i, DEGREE) * (a_row * UNIT)
                 rows = rows + (tl.load(at, mask=there, other=0.0).to(tl.float32),)
             for j in range((k + 1) // 2, DEGREE + 1):  # not unrolled, as above
-                row = other + (place_of(k, 0, DEGREE) + j) * (b_row * UNIT)
+                row = other + place_of(k, j, DEGREE) * (b_row * UNIT)
                 value = tl.load(row, mask=there, other=0.0).to(tl.float32)
                 news = ()
                 for q in tl.static_range(RANK):

@@ -63,6 +63,25 @@ def of_edges(edges, blocks, C: tl.constexpr, FOCUS: tl.constexpr, EDGES: tl.cons
     return edge[:, None], (edge < edges)[:, None], stream, channel[None, :], (channel < C)[None, :]
 
 
+@triton.jit
+def turn(source, row, there, factors, inside, l: tl.constexpr, ORDER: tl.constexpr, EDGES: tl.constexpr,
+         CHANNELS: tl.constexpr):  # fmt: skip
+    """The rows m' = 0, -1, +1, … of degree l in the frames of edges."""
+    sums = ()
+    for k in tl.static_range(2 * ORDER + 1):
+        if l >= (k + 1) // 2:
+            sums = sums + (tl.zeros((EDGES, CHANNELS), dtype=tl.float32),)
+    for m in range(2 * l + 1):  # not unrolled: the compiler's time grows with the square of the loads
+        value = tl.load(source + (l * l + m) * row, mask=there, other=0.0).to(tl.float32)
+        news = ()
+        for k in tl.static_range(2 * ORDER + 1):
+            if l >= (k + 1) // 2:
+                first = numbers_before(l, ORDER) + block_row(k, l, ORDER) * (2 * l + 1)
+                news = news + (sums[k] + tl.load(factors + first + m, mask=inside, other=0.0).to(tl.float32) * value,)
+        sums = news
+    return sums
+
+
 @specialise(aligned=("x", "out"))
 def edge_gather(
     coefficients, x, weights, index, out,
@@ -81,15 +100,10 @@ def edge_gather(
     if WEIGHTED:
         weight = tl.load(weights + edge * weights_edge + stream, mask=inside, other=0.0).to(tl.float32)
     for l in tl.static_range(DEGREE + 1):
-        rows = ()
-        for m in tl.static_range(2 * l + 1):
-            rows = rows + (tl.load(source + (l * l + m) * (x_row * UNIT), mask=there, other=0.0).to(tl.float32),)
+        turned = turn(source, x_row * UNIT, there, factors, inside, l, ORDER, EDGES, CHANNELS)
         for k in tl.static_range(2 * ORDER + 1):
             if l >= (k + 1) // 2:
-                first = numbers_before(l, ORDER) + block_row(k, l, ORDER) * (2 * l + 1)
-                y = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
-                for m in tl.static_range(2 * l + 1):
-                    y += tl.load(factors + first + m, mask=inside, other=0.0).to(tl.float32) * rows[m]
+                y = turned[k]
                 if WEIGHTED:
                     y *= weight
                 at = place_of(k, l, DEGREE) * (out_row * UNIT)
@@ -178,7 +192,7 @@ def edge_outer(
                         value *= factors[f]
                     values = values + (value,)
                 first = numbers_before(l, ORDER) + block_row(k, l, ORDER) * (2 * l + 1)
-                for m in range(2 * l + 1):  # not unrolled: the compiler would take ten seconds
+                for m in range(2 * l + 1):  # not unrolled, as above
                     product = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
                     for f in tl.static_range(FOCUS):
                         row = tl.load(source + (l * l + m) * (x_row * UNIT) + f * C, mask=there, other=0.0)
@@ -203,17 +217,11 @@ def edge_share(
     factors = coefficients + edge * coefficients_edge
     total = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
     for l in tl.static_range(DEGREE + 1):
-        rows = ()
-        for m in tl.static_range(2 * l + 1):
-            rows = rows + (tl.load(source + (l * l + m) * (x_row * UNIT), mask=there, other=0.0).to(tl.float32),)
+        turned = turn(source, x_row * UNIT, there, factors, inside, l, ORDER, EDGES, CHANNELS)
         for k in tl.static_range(2 * ORDER + 1):
             if l >= (k + 1) // 2:
-                first = numbers_before(l, ORDER) + block_row(k, l, ORDER) * (2 * l + 1)
-                turned = tl.zeros((EDGES, CHANNELS), dtype=tl.float32)
-                for m in tl.static_range(2 * l + 1):
-                    turned += tl.load(factors + first + m, mask=inside, other=0.0).to(tl.float32) * rows[m]
-                at = other + place_of(k, l, DEGREE) * (y_row * UNIT)
-                total += turned * tl.load(at, mask=there, other=0.0).to(tl.float32)
+                at = place_of(k, l, DEGREE) * (y_row * UNIT)
+                total += turned[k] * tl.load(other + at, mask=there, other=0.0).to(tl.float32)
     sums = tl.sum(total, 1)
     place = (tl.program_id(0) // FOCUS).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     tl.store(out + place * FOCUS + stream, sums.to(out.dtype.element_ty), mask=place < edges)

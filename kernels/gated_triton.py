@@ -1,8 +1,8 @@
 """The gated activation in Triton: forward, backward and second backward.
 
 The formulas are those of gated_reference.py. A program owns a block of edges and channels and walks over degrees and
-their rows, which are known when a kernel is compiled; each number is read and written once. Rows, launches and wide
-loads are those of silu_triton.py.
+their rows, whose numbers are known when a kernel is compiled; each number is read and written once. Rows, launches and
+wide loads are those of silu_triton.py.
 """
 
 # Annotations are for Triton, and a call of a kernel's part has results that only Triton knows.
@@ -32,7 +32,7 @@ def slopes(x):
 
 
 @triton.jit
-def place_of(k: tl.constexpr, l: tl.constexpr, DEGREE: tl.constexpr):
+def place_of(k: tl.constexpr, l, DEGREE: tl.constexpr):
     """The row of degree l in the k-th run of rows, m = 0, -1, +1, …: the runs before it have degree + 1 - |m| each."""
     return k * (DEGREE + 1) - k * k // 4 + l - (k + 1) // 2
 
@@ -48,7 +48,7 @@ def _forward(
     if RESIDUAL:
         value += load(residual, residual_row, row, channel, there, UNIT)
     store(out, out_row, row, channel, there, value, UNIT)
-    for l in tl.static_range(1, DEGREE + 1):
+    for l in range(1, DEGREE + 1):  # not unrolled: the compiler's time grows with the square of the loads
         s, _, _ = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         for k in tl.static_range(0, 2 * ORDER + 1):  # m = 0, -1, +1, -2, …
             if l >= (k + 1) // 2:
@@ -90,7 +90,7 @@ def _backward(
     _, slope, _ = parts(load(zero, zero_row, row, channel, there, UNIT))
     g = load(grad, grad_row, row, channel, there, UNIT)
     store(out_zero, out_zero_row, row, channel, there, g * slope, UNIT)
-    for l in tl.static_range(1, DEGREE + 1):
+    for l in range(1, DEGREE + 1):
         s, ds, _ = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
         for k in tl.static_range(0, 2 * ORDER + 1):
@@ -142,7 +142,7 @@ def _double_backward(
     g = load(grad, grad_row, row, channel, there, UNIT)
     store(out_grad, out_grad_row, row, channel, there, h * slope, UNIT)
     store(out_zero, out_zero_row, row, channel, there, h * g * bend, UNIT)
-    for l in tl.static_range(1, DEGREE + 1):
+    for l in range(1, DEGREE + 1):
         s, ds, dds = slopes(load(gates + (l - 1) * width, gates_row, row, channel, there, UNIT))
         turned = load(c + (l - 1) * width, c_row, row, channel, there, UNIT)
         first = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
