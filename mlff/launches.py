@@ -12,11 +12,19 @@ from torch import Tensor
 
 from mlff import presets
 from mlff.graph import Graph
-from mlff.kernels import degree_mixer_triton, edge_frames_triton, gated_triton, silu_triton, swiglu_triton
+from mlff.kernels import (
+    degree_mixer_triton,
+    edge_frames_triton,
+    gated_triton,
+    silu_triton,
+    swiglu_triton,
+    unit_rms_triton,
+)
 from mlff.kernels.grid_pair_triton import Geometry
 from mlff.kernels.launch import SHARED_MEMORY, Fit, fit_offline
 from mlff.sezm.grid import Grid
 from mlff.sezm.linear import GatedActivation
+from mlff.sezm.norm import EquivariantRMSNorm
 from mlff.sezm.potential import SeZM
 from mlff.sezm.so2 import SO2Convolution
 
@@ -130,6 +138,7 @@ def rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
     yield from _grid_rows(names, capabilities)
     yield from _gated_rows(names, capabilities)
     yield from _edge_rows(names, capabilities)
+    yield from _norm_rows(names, capabilities)
     yield from elementwise_rows(names, capabilities)
 
 
@@ -185,6 +194,31 @@ def _edge_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Ro
             for capability in capabilities:
                 fit = fit_offline(kernels.KERNELS[name], known, constants, tried, capability)
                 yield Row(tuple(users_of), f"{family}, {name}", geometry, "all", dtype_name, capability, fit)
+
+
+def norm_shapes(preset: str) -> list[dict[str, Any]]:
+    """Return the constants of the norms of all degrees of a preset, each once."""
+    modules = SeZM.from_preset(preset, ["H"]).modules()
+    norms = [module for module in modules if isinstance(module, EquivariantRMSNorm)]
+    shapes = {(len(module.get_buffer("row_degrees")), module.scale.shape[-1], module.eps) for module in norms}
+    return [unit_rms_triton.constants(*shape, centred=True, balanced=True) for shape in sorted(shapes)]
+
+
+def _norm_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:
+    users: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        for shape in norm_shapes(name):
+            users.setdefault(tuple(shape.items()), []).append(name)
+    for shape, users_of in users.items():
+        constants = dict(shape)
+        geometry = " ".join(f"{key}={value}" for key, value in shape if key not in ("CENTRED", "BALANCED"))
+        tried = unit_rms_triton.launches(constants["R"], constants["C"])
+        for dtype_name, dtype in DTYPES.items():
+            for order, order_name in enumerate(ORDERS):
+                known, kernel = unit_rms_triton.arguments(order, dtype), unit_rms_triton.KERNELS[order]
+                for capability in capabilities:
+                    fit = fit_offline(kernel, known, constants, tried, capability)
+                    yield Row(tuple(users_of), "unit RMS", geometry, order_name, dtype_name, capability, fit)
 
 
 def _grid_rows(names: Sequence[str], capabilities: Sequence[int]) -> Iterator[Row]:

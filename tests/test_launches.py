@@ -11,7 +11,15 @@ from mlff.cli import main
 pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
 
 from mlff.kernels.launch import SHARED_MEMORY
-from mlff.launches import edge_functions, gated_shapes, geometry_of, grid_shapes, read_capabilities, read_presets
+from mlff.launches import (
+    edge_functions,
+    gated_shapes,
+    geometry_of,
+    grid_shapes,
+    norm_shapes,
+    read_capabilities,
+    read_presets,
+)
 
 PRO = dict(focus=2, channels=64, n_frames=3, projector=(344, 108), factors=(43, 320, 192), large=True)
 MAX = dict(focus=2, channels=96, n_frames=3, projector=(584, 147), factors=(73, 320, 192), large=False)
@@ -58,8 +66,8 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launches", "preset=nano", "arch=sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| presets | kernel | geometry | order | operands | arch | launch | shared memory, B |")
-    # Three orders in two dtypes: the grids of the preset, its gated rows, and silu, swiglu and packed swiglu.
-    orders = 3 * 2 * (len(grid_shapes("nano")) + len(gated_shapes("nano")) + 3)
+    # Three orders in two dtypes: the preset's grids, gated rows and norms, and silu, swiglu and packed swiglu.
+    orders = 3 * 2 * (len(grid_shapes("nano")) + len(gated_shapes("nano")) + len(norm_shapes("nano")) + 3)
     assert len(lines) == 2 + orders + 2 * len(edge_functions("nano"))
     for text in lines[2:]:
         cells = [cell.strip() for cell in text.strip("|").split("|")]

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mlff.kernels.unit_rms import unit_rms
 from mlff.sezm.harmonics import packed_degrees, reduced_layout
 from mlff.sezm.linear import routed
 from mlff.sezm.tables import Tables
@@ -25,7 +26,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n C"]) -> Float[Tensor, "*n C"]:
         """Return the scaled unit-variance features."""
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.scale
+        rows = x.unsqueeze(1) if x.dim() == 3 else x.reshape(-1, 1, 1, x.shape[-1])
+        return unit_rms(rows, eps=self.eps).view(x.shape) * self.scale
 
 
 class EquivariantRMSNorm(Tables):
@@ -48,11 +50,8 @@ class EquivariantRMSNorm(Tables):
 
     def forward(self, x: Float[Tensor, "N R *f C"]) -> Float[Tensor, "N R *f C"]:
         """Return the normalised rows."""
-        scalars, rest = x.split([1, x.shape[1] - 1], 1)
-        x = torch.cat((scalars - scalars.mean(-1, keepdim=True), rest), 1)
-        # One variance for each leading index: [N, R, *, C] -> [N, 1, *, 1].
-        variance = torch.einsum("nr...,r->n...", x.square().sum(-1), self.get_buffer("balance"))
-        inverse = (variance + self.eps).rsqrt().unsqueeze(1).unsqueeze(-1)
+        rows = x if x.dim() == 4 else x.unsqueeze(2)
+        unit = unit_rms(rows, self.get_buffer("balance"), self.eps, centred=True).view(x.shape)
         scale = self.scale.index_select(0, self.get_buffer("row_degrees"))
         bias = functional.pad(self.bias.unsqueeze(0), (0, 0) * self.bias.dim() + (0, x.shape[1] - 1))
-        return torch.addcmul(bias, x * inverse, scale)
+        return torch.addcmul(bias, unit, scale)
