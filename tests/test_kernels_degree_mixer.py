@@ -112,18 +112,18 @@ CASES = [
 ]
 
 
-def error(case: tuple[int, ...], device: str, dtype: torch.dtype) -> float:
+def error(case: tuple[Any, ...], device: str, dtype: torch.dtype) -> float:
     """The kernels against float64, of the largest number of each result, in two layouts."""
     from mlff.kernels import degree_mixer_triton as triton
 
-    shape = case[:2]
+    shape: Any = case[:2]
     kernels, basis, a, b = (tensor.to(device, dtype) for tensor in tensors(*case))
     basis = basis.float()
     # The other layouts that a model has: streams first in memory, and slices of wider tensors.
     spread = a.movedim(2, 0).contiguous().movedim(0, 2), torch.cat((b, b), 1)[:, : b.shape[1]]
     results, expected = [], []
     for a_, b_ in ((a, b), spread):
-        exact = kernels.double(), basis.double(), a_.double(), b_.double()
+        exact: Any = kernels.double(), basis.double(), a_.double(), b_.double()
         results += [
             triton.mix(kernels, basis, a_, *shape, False, dtype),
             triton.mix(kernels, basis, a_, *shape, True, dtype),

@@ -1,6 +1,5 @@
 """Turning features into the frames of edges and back: definition, derivatives, layouts, the interpreter, a GPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def test_sums_are_taken_in_float32_at_least() -> None:
     assert out_of_frames(coefficients, y, ends, 1, 1).dtype == torch.float32
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+FUNCTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "gather": (_gather, (0, 1, 3)),
     "scatter": (_scatter, (0, 2, 3)),
     "outer": (_outer, (1, 2, 3)),
@@ -82,7 +81,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 }
 
 
-def call(name: str, degree: int, order: int, **sizes: Any) -> tuple[Callable[..., Tensor], list[Tensor], tuple]:
+def call(name: str, degree: int, order: int, **sizes: Any) -> tuple[Any, list[Tensor], tuple]:
     """A function of its three tensors, these, and the rest of its arguments."""
     *given, ends = tensors(degree, order, **sizes)
     operator, places = FUNCTIONS[name]
@@ -145,7 +144,7 @@ CASES = [
 ]
 
 
-def error(case: tuple[int, ...], device: str, dtype: torch.dtype) -> float:
+def error(case: tuple[Any, ...], device: str, dtype: torch.dtype) -> float:
     """The kernels against float64, of the largest number of each result, with and without weights, in two layouts."""
     from mlff.kernels import edge_frames_triton as kernels
 

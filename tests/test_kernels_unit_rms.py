@@ -94,8 +94,8 @@ def error(case: tuple[Any, ...], device: str, dtype: torch.dtype) -> float:
     results, expected = [], []
     for h, g, x in (given, (wide[0], turned[1], wide[2])):
         rest = (balance if balanced else None, EPS, balanced)
-        exactly = (balance.double() if balanced else None, EPS, balanced)
-        exact = [value.double() for value in (h, g, x)]
+        exactly: Any = (balance.double() if balanced else None, EPS, balanced)
+        exact: Any = [value.double() for value in (h, g, x)]
         results += [kernels.forward(x, *rest), kernels.backward(g, x, *rest), *kernels.double_backward(h, g, x, *rest)]
         expected += [
             reference.forward(exact[2], *exactly),

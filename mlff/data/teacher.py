@@ -32,7 +32,7 @@ def check() -> None:
 @functools.cache
 def _calculator() -> Any:
     check()
-    from sevenn.calculator import SevenNetCalculator
+    from sevenn.calculator import SevenNetCalculator  # type: ignore[import-not-found]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
