@@ -45,7 +45,7 @@ def mix_degrees(
     fit = kernels.dim() == 3 and x.dim() == 4 and basis.dim() == 2
     if (
         not fit
-        or kernels.shape != (len(x), entries, len(basis))
+        or kernels.shape != (x.shape[0], entries, basis.shape[0])
         or x.shape[1] != rows
         or basis.shape[1] != x.shape[2] * x.shape[3]
     ):

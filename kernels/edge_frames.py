@@ -60,9 +60,14 @@ def into_frames(
         ValueError: shapes, dtypes or devices do not fit together.
     """
     _check(degree, order, ends, coefficients=coefficients, x=x)
-    if x.dim() != 3 or x.shape[1] != (degree + 1) ** 2 or len(x) + 1 != len(ends.starts) or x.shape[2] % streams:
+    if (
+        x.dim() != 3
+        or x.shape[1] != (degree + 1) ** 2
+        or x.shape[0] + 1 != ends.starts.shape[0]
+        or x.shape[2] % streams
+    ):
         raise ValueError(
-            f"x must have {len(ends.starts) - 1} atoms, {(degree + 1) ** 2} rows and channels for {streams} streams; "
+            f"x must have {ends.starts.shape[0] - 1} atoms, {(degree + 1) ** 2} rows and channels for {streams} streams; "
             f"its shape is {tuple(x.shape)}"
         )
     return _gather(coefficients, x, None, *ends, degree, order, streams, dtype or x.dtype)
@@ -91,10 +96,10 @@ def out_of_frames(
     """
     _check(degree, order, ends, coefficients=coefficients, y=y, weights=weights)
     rows = sum(rows for rows, _ in reference.block_sizes(degree, order))
-    fit = y.dim() == 4 and y.shape[:2] == (len(coefficients), rows)
-    if not fit or (weights is not None and weights.shape != (len(y), y.shape[2])):
+    fit = y.dim() == 4 and y.shape[:2] == (coefficients.shape[0], rows)
+    if not fit or (weights is not None and weights.shape != (y.shape[0], y.shape[2])):
         raise ValueError(
-            f"y must have {len(coefficients)} edges and {rows} rows, weights one number for each edge and stream; "
+            f"y must have {coefficients.shape[0]} edges and {rows} rows, weights one number for each edge and stream; "
             f"their shapes are {tuple(y.shape)} and {None if weights is None else tuple(weights.shape)}"
         )
     dtype = torch.promote_types(y.dtype, torch.float32)
@@ -103,9 +108,9 @@ def out_of_frames(
 
 def _check(degree: int, order: int, ends: Ends, *, coefficients: Tensor, **others: Tensor | None) -> None:
     numbers = reference.count(degree, order)
-    if coefficients.shape != (len(ends.index), numbers):
+    if coefficients.shape != (ends.index.shape[0], numbers):
         raise ValueError(
-            f"rotations of degree {degree} and order {order} have {numbers} numbers for each of {len(ends.index)} "
+            f"rotations of degree {degree} and order {order} have {numbers} numbers for each of {ends.index.shape[0]} "
             f"edges; got {tuple(coefficients.shape)}"
         )
     there = {"coefficients": coefficients, **{name: x for name, x in others.items() if x is not None}}
@@ -149,7 +154,7 @@ def _scatter(
     kernels = _version(coefficients, y, weights)
     if kernels is not None:
         return kernels.scatter(coefficients, y, weights, index, edge_order, starts, degree, order, dtype)
-    return reference.scatter(coefficients, y, weights, index, len(starts) - 1, degree, order, dtype)
+    return reference.scatter(coefficients, y, weights, index, starts.shape[0] - 1, degree, order, dtype)
 
 
 @operator("mlff::edge_outer")

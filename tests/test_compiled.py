@@ -92,6 +92,21 @@ def test_rt13_gradients_of_a_force_loss(dtype: torch.dtype, backend: str, counte
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
+def test_rt13_with_the_operators_of_a_gpu(counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their checks, their fakes and their derivatives leave sizes open."""
+    for family in ("gated", "grid_pair", "silu", "swiglu", "unit_rms"):
+        monkeypatch.setattr(f"mlff.kernels.{family}.plain", lambda x, elements: False)
+    monkeypatch.setattr("mlff.sezm.so2.plain", lambda x, elements: False)
+    counter = counted("aot_eager")
+    mixer = {"radial_so2_mode": "degree_channel", "radial_so2_rank": 2}
+    potential = sezm(torch.float64, random_gamma=False, n_focus=2, mixing_layers=2, **mixer)
+    step = CompiledEvaluation(potential)
+    for names in BATCHES:
+        check_gradients(potential, step, batch(*names), 1e-10)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("preset", ["mini", "pro"])

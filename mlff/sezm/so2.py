@@ -287,7 +287,7 @@ class SO2Convolution(Tables):
         radial = features[:, : self.degree + 1]
         if self.radial_proj is not None:
             radial = radial @ self.radial_proj
-        numbers = 0 if rotation is None else len(edges.senders) * rotation.shape[0] * x.shape[2]
+        numbers = 0 if rotation is None else edges.senders.shape[0] * rotation.shape[0] * x.shape[2]
         if self.fusible and rotation is not None and not plain(x, numbers):
             gathered = self._fused(x, radial, rotation, edges)
         else:
