@@ -60,15 +60,10 @@ def into_frames(
         ValueError: shapes, dtypes or devices do not fit together.
     """
     _check(degree, order, ends, coefficients=coefficients, x=x)
-    if (
-        x.dim() != 3
-        or x.shape[1] != (degree + 1) ** 2
-        or x.shape[0] + 1 != ends.starts.shape[0]
-        or x.shape[2] % streams
-    ):
+    atoms, rows = ends.starts.shape[0] - 1, (degree + 1) ** 2
+    if x.dim() != 3 or x.shape[0] != atoms or x.shape[1] != rows or x.shape[2] % streams:
         raise ValueError(
-            f"x must have {ends.starts.shape[0] - 1} atoms, {(degree + 1) ** 2} rows and channels for {streams} streams; "
-            f"its shape is {tuple(x.shape)}"
+            f"x must have {atoms} atoms, {rows} rows and channels for {streams} streams; its shape is {tuple(x.shape)}"
         )
     return _gather(coefficients, x, None, *ends, degree, order, streams, dtype or x.dtype)
 

@@ -146,7 +146,7 @@ class BatchSizes:
         fitting = [
             sizes
             for sizes in self.chosen
-            if least <= sizes.atoms <= _limit(least)
+            if least <= sizes.atoms <= _limit(own.atoms + 1)
             and own.edges <= sizes.edges <= _limit(own.edges)
             and own.structures < sizes.structures
         ]
@@ -154,7 +154,7 @@ class BatchSizes:
             return min(fitting, key=lambda sizes: (sizes.edges, sizes.atoms))
         # Edges are what a step costs most for, so that recordings differ in them. Of atoms a new size has as many as
         # another one, if that suits; structures cost nothing.
-        shared = [sizes.atoms for sizes in self.chosen if least <= sizes.atoms <= _limit(least)]
+        shared = [sizes.atoms for sizes in self.chosen if least <= sizes.atoms <= _limit(own.atoms + 1)]
         structures = max([2 ** own.structures.bit_length(), *(sizes.structures for sizes in self.chosen)])
         sizes = Sizes(max([rounded(least), *shared]), rounded(max(own.edges, 1)), structures)
         self.chosen.append(sizes)
