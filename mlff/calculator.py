@@ -23,6 +23,7 @@ from ase.calculators.calculator import Calculator as AseCalculator
 from torch import nn
 
 from mlff.atoms import graph_from_atoms
+from mlff.compiled import CompiledEvaluation
 from mlff.derivatives import evaluate
 from mlff.graph import BatchPrediction, Graph
 from mlff.prediction import device_of, plain, prepared
@@ -66,7 +67,7 @@ class Calculator(AseCalculator):
             dtype: float32 or float64; by default float32, or what the module has. Energies are summed in float64.
             compile: "auto" records calculations on a GPU as CUDA graphs, one for each of a few sizes, when a size comes
                 for the second time: several times faster for small systems. False runs each operation by itself. True
-                compiles the energy with torch.compile: the first calculations take minutes.
+                compiles energy and derivatives for any size with torch.compile: the first calculation takes minutes.
 
         Raises:
             ValueError: the preset has no weights, the file is not a model, or dtype or compile is another.
@@ -140,8 +141,9 @@ class Calculator(AseCalculator):
     def _made(self) -> Callable[[Graph], BatchPrediction]:
         if self.compile == "auto" and self.device.type == "cuda":
             return RecordedEvaluation(self.potential, float(self.potential.cutoff), cuda_record)  # type: ignore[arg-type]
-        energies = torch.compile(self.potential, dynamic=True) if self.compile is True else self.potential
-        return functools.partial(evaluate, energies)
+        if self.compile is True:
+            return CompiledEvaluation(self.potential)
+        return functools.partial(evaluate, self.potential)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave compiled code and recordings out of pickles and copies; it is made again where it is needed."""
