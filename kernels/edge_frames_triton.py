@@ -91,7 +91,7 @@ def edge_gather(
     UNIT: tl.constexpr, EDGES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write the features of an atom in the frames of its edges."""
-    edge, inside, stream, channel, known = of_edges(edges, blocks.to(tl.int32), C, FOCUS, EDGES, CHANNELS)
+    edge, inside, stream, channel, known = of_edges(edges, tl.cast(blocks, tl.int32), C, FOCUS, EDGES, CHANNELS)
     there = inside & known
     atom = tl.load(index + edge, mask=inside, other=0)
     source = x + atom * (x_atom * UNIT) + stream * C + channel
@@ -119,7 +119,7 @@ def edge_scatter(
     UNIT: tl.constexpr, EDGES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write the sums over the edges of each atom of features that are turned back."""
-    blocks = blocks.to(tl.int32)
+    blocks = tl.cast(blocks, tl.int32)
     program = tl.program_id(0)
     channel = (program % blocks) * CHANNELS + tl.arange(0, CHANNELS)
     stream = (program // blocks) % FOCUS
