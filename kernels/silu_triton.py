@@ -54,7 +54,7 @@ def place(rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constex
     """Row and channel of each number of this program, and whether it is there."""
     width = width // UNIT * UNIT  # no change: it tells the compiler that bounds fall between units
     program = tl.program_id(0)
-    across = tl.cast(tl.cdiv(width, WIDTH), tl.int32)  # as programs do; a division of 64 bits takes a hundred instructions
+    across = tl.cast(tl.cdiv(width, WIDTH), tl.int32)  # as programs are; a division of 64 bits is slow
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = (program % across).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     return row[:, None], channel[None, :], (row < rows)[:, None] & (channel < width)[None, :]

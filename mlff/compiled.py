@@ -164,7 +164,9 @@ def trace(potential: nn.Module, graph: Graph) -> fx.GraphModule:
             found = derivatives(potential.forward, Graph(**dict(zip(names, tensors, strict=True))), create_graph=True)
         return tuple(value for value in found if value is not None)
 
-    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)([given[name] for name in names])
+    # opt_einsum, where it is installed, chooses the order of a sum of three factors by sizes, and so would fix them.
+    with torch.backends.opt_einsum.flags(enabled=False):
+        traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)([given[n] for n in names])
     for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             # The model itself detaches nothing but its inputs, which ask for no gradient here.

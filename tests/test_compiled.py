@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from mlff.config import TrainingConfig, make_config, preset_options
 from mlff.data.batch import collate
 from mlff.derivatives import evaluate
 from mlff.graph import Graph
+from mlff.padding import Sizes, pad
 from mlff.runs import read_metrics
 from mlff.sezm.potential import SeZM
 from mlff.training import Training
@@ -105,6 +107,28 @@ def test_rt13_with_the_operators_of_a_gpu(counted, monkeypatch: pytest.MonkeyPat
     for names in BATCHES:
         check_gradients(potential, step, batch(*names), 1e-10)
     assert counter.frame_count == 1
+
+
+def test_rt13_sizes_stay_open_where_opt_einsum_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for the best order of factors and needs their sizes; order 2 has sums of three factors."""
+
+    class PathFinder:
+        @staticmethod
+        def contract_path(equation: str, *operands: torch.Tensor, **_) -> tuple[list[tuple[int, int]], str]:
+            assert all(int(size) for operand in operands for size in operand.shape)
+            return [(0, 1)] * (len(operands) - 1), equation
+
+    settings = torch.backends.opt_einsum
+    monkeypatch.setattr(settings.m, "is_available", lambda: True)
+    monkeypatch.setattr(settings.m, "get_opt_einsum", lambda: PathFinder)
+    monkeypatch.setattr(settings.m, "enabled", True)
+    monkeypatch.setattr(settings.m, "strategy", "auto")
+    potential = sezm(torch.float64, lmax=2, mmax=2)
+    step = CompiledEvaluation(potential)
+    graph = batch("CH4")
+    sizes = step._distinct(Sizes.of(graph))
+    traced = trace(potential, pad(graph, sizes, 4.0))
+    assert not re.search(rf"\b{sizes.edges}\b", traced.code)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +13,8 @@ from mlff.cli import main
 
 pytest.importorskip("triton", reason="Triton is not installed; its kernels cannot be compiled")
 
-from mlff.kernels.launch import SHARED_MEMORY
+from mlff.kernels import launch
+from mlff.kernels.launch import SHARED_MEMORY, Argument, Fit, Launch
 from mlff.launches import (
     edge_functions,
     gated_shapes,
@@ -19,6 +23,7 @@ from mlff.launches import (
     norm_shapes,
     read_capabilities,
     read_presets,
+    rows,
 )
 
 PRO = dict(focus=2, channels=64, n_frames=3, projector=(344, 108), factors=(43, 320, 192), large=True)
@@ -73,6 +78,41 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         cells = [cell.strip() for cell in text.strip("|").split("|")]
         assert cells[0] == "nano" and cells[5] == "sm_90"
         assert "warps=" in cells[6] and int(cells[7]) <= int(cells[8]) == SHARED_MEMORY[90]
+
+
+def test_rk10_kernels_take_sizes_that_are_written_into_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size or stride of 1 becomes a constant where Inductor compiles a kernel, so it has no methods of a tensor."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    seen = []
+
+    def fit_with_ones(
+        kernel: Any,
+        arguments: Sequence[Argument],
+        constants: Mapping[str, Any],
+        candidates: Iterable[Launch],
+        capability: int,
+        limit: int | None = None,
+    ) -> Fit:
+        first = next(iter(candidates))
+        names = [name for name in kernel.arg_names if not name.isupper()]
+        given = dict(zip(names, arguments, strict=True))
+        types = {name: launch._type_name(argument) for name, argument in given.items() if argument is not int}
+        ones = {name: 1 for name, argument in given.items() if argument is int}
+        source = ASTSource(
+            kernel,
+            {name: types.get(name, "constexpr") for name in kernel.arg_names},
+            constexprs={**constants, **dict(first.blocks), **ones},
+        )
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": first.warps})
+        seen.append(kernel)
+        return Fit(first, 0)
+
+    for module in ("mlff.launches", "mlff.kernels.grid_pair_triton"):
+        monkeypatch.setattr(f"{module}.fit_offline", fit_with_ones)
+    assert len(list(rows(["nano"], [90]))) == len(seen) > 40
 
 
 @pytest.mark.parametrize(
