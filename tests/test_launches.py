@@ -97,6 +97,8 @@ def test_rk10_kernels_take_sizes_that_are_written_into_the_code(monkeypatch: pyt
         limit: int | None = None,
     ) -> Fit:
         first = next(iter(candidates))
+        if torch.bfloat16 in arguments:  # the same code
+            return Fit(first, 0)
         names = [name for name in kernel.arg_names if not name.isupper()]
         given = dict(zip(names, arguments, strict=True))
         types = {name: launch._type_name(argument) for name, argument in given.items() if argument is not int}
@@ -112,7 +114,7 @@ def test_rk10_kernels_take_sizes_that_are_written_into_the_code(monkeypatch: pyt
 
     for module in ("mlff.launches", "mlff.kernels.grid_pair_triton"):
         monkeypatch.setattr(f"{module}.fit_offline", fit_with_ones)
-    assert len(list(rows(["nano"], [90]))) == len(seen) > 40
+    assert len(list(rows(["nano"], [90]))) == 2 * len(seen) > 40
 
 
 @pytest.mark.parametrize(
