@@ -51,7 +51,7 @@ def degree_mix(
     TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, EDGES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write the mixed rows."""
-    edge, inside, stream, channel, known = of_edges(edges, tl.cast(blocks, tl.int32), C, FOCUS, EDGES, CHANNELS)
+    edge, inside, stream, channel, known = of_edges(edges, blocks, C, FOCUS, EDGES, CHANNELS)
     there = inside & known
     source = x + edge * (x_edge * UNIT) + stream * (x_stream * UNIT) + channel
     target = out + edge * (out_edge * UNIT) + stream * (out_stream * UNIT) + channel

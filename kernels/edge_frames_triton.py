@@ -55,6 +55,7 @@ def block_row(k: tl.constexpr, l: tl.constexpr, ORDER: tl.constexpr):
 @triton.jit
 def of_edges(edges, blocks, C: tl.constexpr, FOCUS: tl.constexpr, EDGES: tl.constexpr, CHANNELS: tl.constexpr):
     """Edges, stream and channels of this program, and which of them are there."""
+    blocks = tl.cast(blocks, tl.int32)  # as programs are
     program = tl.program_id(0)
     block = program % blocks
     stream = (program // blocks) % FOCUS
@@ -91,7 +92,7 @@ def edge_gather(
     UNIT: tl.constexpr, EDGES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write the features of an atom in the frames of its edges."""
-    edge, inside, stream, channel, known = of_edges(edges, tl.cast(blocks, tl.int32), C, FOCUS, EDGES, CHANNELS)
+    edge, inside, stream, channel, known = of_edges(edges, blocks, C, FOCUS, EDGES, CHANNELS)
     there = inside & known
     atom = tl.load(index + edge, mask=inside, other=0)
     source = x + atom * (x_atom * UNIT) + stream * C + channel

@@ -123,7 +123,7 @@ def choose(
 
     Args:
         kernel: decorated with `specialise`.
-        arguments: of its pointers and numbers, in order.
+        arguments: of its pointers and numbers, in order, without those among the constants.
         constants: values of its constants apart from the blocks: the static geometry.
         candidates: best first; duplicates are tried once.
         device: where the kernel will run.
@@ -174,7 +174,7 @@ def run(
     """
     if any(isinstance(size, int) and size == 0 for size in programs):
         return
-    names = _runtime_names(kernel)
+    names = _runtime_names(kernel, constants)
     arguments = {**dict(zip(names, values, strict=True)), **constants, **launch.arguments()}
     if _interpreted(kernel):
         kernel[programs](**arguments)
@@ -274,7 +274,7 @@ def _on_device(device: torch.device) -> _Compile:
     def compile_(kernel: Any, arguments: Sequence[Argument], constants: Mapping[str, Any], launch: Launch) -> int:
         placeholders = [2 if argument is int else argument for argument in arguments]
         with on_device(device):
-            names = _runtime_names(kernel)
+            names = _runtime_names(kernel, constants)
             values = dict(zip(names, placeholders, strict=True))
             # `warmup` maps dtypes to placeholders only among positional arguments, hence the whole list in order.
             given = {**values, **constants, **dict(launch.blocks)}
@@ -291,7 +291,7 @@ def _for_capability(capability: int, limit: int) -> _Compile:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        types = dict(zip(_runtime_names(kernel), map(_type_name, arguments), strict=True))
+        types = dict(zip(_runtime_names(kernel, constants), map(_type_name, arguments), strict=True))
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(kernel.params) if _aligned(p, types)}
         source = ASTSource(kernel, signature, constexprs={**constants, **dict(launch.blocks)}, attrs=aligned)
@@ -314,8 +314,9 @@ def _type_name(argument: Argument) -> str:
     return {**names, torch.int32: "*i32", torch.int64: "*i64", int: "i64"}[argument]
 
 
-def _runtime_names(kernel: Any) -> list[str]:
-    return [name for name in kernel.arg_names if not name.isupper()]  # constants are written in capitals
+def _runtime_names(kernel: Any, constants: Mapping[str, Any]) -> list[str]:
+    """Names of pointers and numbers. Constants are written in capitals; a number may be one of them all the same."""
+    return [name for name in kernel.arg_names if not name.isupper() and name not in constants]
 
 
 def _interpreted(kernel: Any) -> bool:

@@ -29,6 +29,7 @@ LARGEST = 16384  # numbers of a node and stream that a program may hold
 @triton.jit
 def place(nodes, streams, R: tl.constexpr, C: tl.constexpr, NODES: tl.constexpr, NUMBERS: tl.constexpr):
     """Node, stream, row and channel of each number of this program, and whether it is there."""
+    streams = tl.cast(streams, tl.int32)  # as programs are
     node = (tl.program_id(0) // streams).to(tl.int64) * NODES + tl.arange(0, NODES)[:, None]
     number = tl.arange(0, NUMBERS)[None, :]
     return node, tl.program_id(0) % streams, number // C, number % C, (node < nodes) & (number < R * C)
@@ -73,7 +74,7 @@ def unit_rms_forward(
     NODES: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Write the features at unit root mean square."""
-    node, stream, row, channel, there = place(nodes, tl.cast(streams, tl.int32), R, C, NODES, NUMBERS)
+    node, stream, row, channel, there = place(nodes, streams, R, C, NODES, NUMBERS)
     at = numbers(x, x_node, x_row, x_stream, node, stream, row, channel)
     z = centre(tl.load(at, mask=there, other=0.0).to(tl.float32), row, there, C, CENTRED)
     y = z * inverse(z, weights(balance, row, there, R, C, BALANCED), EPS)
@@ -90,7 +91,7 @@ def unit_rms_backward(
     NODES: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x."""
-    node, stream, row, channel, there = place(nodes, tl.cast(streams, tl.int32), R, C, NODES, NUMBERS)
+    node, stream, row, channel, there = place(nodes, streams, R, C, NODES, NUMBERS)
     at = numbers(x, x_node, x_row, x_stream, node, stream, row, channel)
     z = centre(tl.load(at, mask=there, other=0.0).to(tl.float32), row, there, C, CENTRED)
     at = numbers(grad, grad_node, grad_row, grad_stream, node, stream, row, channel)
@@ -112,7 +113,7 @@ def unit_rms_double_backward(
     NODES: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of grad and x."""
-    node, stream, row, channel, there = place(nodes, tl.cast(streams, tl.int32), R, C, NODES, NUMBERS)
+    node, stream, row, channel, there = place(nodes, streams, R, C, NODES, NUMBERS)
     at = numbers(x, x_node, x_row, x_stream, node, stream, row, channel)
     z = centre(tl.load(at, mask=there, other=0.0).to(tl.float32), row, there, C, CENTRED)
     at = numbers(grad, grad_node, grad_row, grad_stream, node, stream, row, channel)

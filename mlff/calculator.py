@@ -93,6 +93,7 @@ class Calculator(AseCalculator):
             ValueError: the model does not know an element (the message names it and the atom), or the structure cannot
                 be read, as with two atoms at the same place.
             CalculationFailed: the model's energy or forces are not finite.
+            CannotCompile: `compile` is True, and the compiler gave up.
         """
         super().calculate(atoms, list(properties), list(system_changes))
         self.results = {}
