@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -164,17 +166,36 @@ def trace(potential: nn.Module, graph: Graph) -> fx.GraphModule:
             found = derivatives(potential.forward, Graph(**dict(zip(names, tensors, strict=True))), create_graph=True)
         return tuple(value for value in found if value is not None)
 
-    # opt_einsum, where it is installed, chooses the order of a sum of three factors by sizes, and so would fix them.
-    with torch.backends.opt_einsum.flags(enabled=False):
+    with _sizes_stay_open():
         traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)([given[n] for n in names])
     for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             # The model itself detaches nothing but its inputs, which ask for no gradient here.
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
+        elif node.target is torch.ops.aten.sym_numel.default:
+            node.replace_all_uses_with(_product_of_sizes(node))
+            traced.graph.erase_node(node)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced
+
+
+def _product_of_sizes(node: fx.Node) -> fx.Node | int:
+    """The number of elements of a tensor by operations that every version of Dynamo takes: 2.11 refuses sym_numel."""
+    (tensor,) = node.args
+    assert isinstance(tensor, fx.Node)
+    with node.graph.inserting_before(node):
+        sizes = [
+            node.graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
+            for axis in range(tensor.meta["val"].dim())
+        ]
+        return functools.reduce(lambda x, y: node.graph.call_function(operator.mul, (x, y)), sizes) if sizes else 1
+
+
+def _sizes_stay_open() -> Any:
+    """Where code is traced: opt_einsum, if installed, would order sums of three factors by sizes, and so fix these."""
+    return torch.backends.opt_einsum.flags(enabled=False)
 
 
 @contextlib.contextmanager
@@ -187,7 +208,7 @@ def _compiling() -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        with config.patch(optimize_ddp=False), warnings.catch_warnings():
+        with config.patch(optimize_ddp=False), _sizes_stay_open(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\..*")
             yield
     except TorchDynamoException as error:

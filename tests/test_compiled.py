@@ -70,6 +70,23 @@ def counted(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed: it is asked for the best order of factors, and needs their sizes."""
+
+    class PathFinder:
+        @staticmethod
+        def contract_path(equation: str, *operands: torch.Tensor, **_) -> tuple[list[tuple[int, int]], str]:
+            assert [int(size) for operand in operands for size in operand.shape]
+            return [(0, 1)] * (len(operands) - 1), equation
+
+    settings = torch.backends.opt_einsum
+    monkeypatch.setattr(settings.m, "is_available", lambda: True)
+    monkeypatch.setattr(settings.m, "get_opt_einsum", lambda: PathFinder)
+    monkeypatch.setattr(settings.m, "enabled", True)
+    monkeypatch.setattr(settings.m, "strategy", "auto")
+
+
 def check_gradients(potential: torch.nn.Module, step, graph: Graph, tolerance: float) -> None:
     """Every parameter's gradient; one a thousandth of the largest is a difference of larger numbers."""
     found = gradients(step(graph), potential)
@@ -80,7 +97,7 @@ def check_gradients(potential: torch.nn.Module, step, graph: Graph, tolerance: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "aot_eager"), (torch.float32, "inductor")])
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "eager"), (torch.float32, "inductor")])
 def test_rt13_gradients_of_a_force_loss(dtype: torch.dtype, backend: str, counted) -> None:
     """On batches of several sizes, an isolated atom among them; compiled once.
 
@@ -95,8 +112,8 @@ def test_rt13_gradients_of_a_force_loss(dtype: torch.dtype, backend: str, counte
 
 
 @pytest.mark.slow
-def test_rt13_with_the_operators_of_a_gpu(counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their checks, their fakes and their derivatives leave sizes open."""
+def test_rt13_with_the_operators_of_a_gpu(counted, opt_einsum, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their checks, their fakes and their derivatives leave sizes open, where opt_einsum is installed too."""
     for family in ("gated", "grid_pair", "silu", "swiglu", "unit_rms"):
         monkeypatch.setattr(f"mlff.kernels.{family}.plain", lambda x, elements: False)
     monkeypatch.setattr("mlff.sezm.so2.plain", lambda x, elements: False)
@@ -109,26 +126,15 @@ def test_rt13_with_the_operators_of_a_gpu(counted, monkeypatch: pytest.MonkeyPat
     assert counter.frame_count == 1
 
 
-def test_rt13_sizes_stay_open_where_opt_einsum_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for the best order of factors and needs their sizes; order 2 has sums of three factors."""
-
-    class PathFinder:
-        @staticmethod
-        def contract_path(equation: str, *operands: torch.Tensor, **_) -> tuple[list[tuple[int, int]], str]:
-            assert all(int(size) for operand in operands for size in operand.shape)
-            return [(0, 1)] * (len(operands) - 1), equation
-
-    settings = torch.backends.opt_einsum
-    monkeypatch.setattr(settings.m, "is_available", lambda: True)
-    monkeypatch.setattr(settings.m, "get_opt_einsum", lambda: PathFinder)
-    monkeypatch.setattr(settings.m, "enabled", True)
-    monkeypatch.setattr(settings.m, "strategy", "auto")
+def test_rt13_sizes_stay_open_where_opt_einsum_is_installed(opt_einsum) -> None:
+    """Order 2 has sums of three factors."""
     potential = sezm(torch.float64, lmax=2, mmax=2)
     step = CompiledEvaluation(potential)
     graph = batch("CH4")
     sizes = step._distinct(Sizes.of(graph))
     traced = trace(potential, pad(graph, sizes, 4.0))
     assert not re.search(rf"\b{sizes.edges}\b", traced.code)
+    assert "sym_numel" not in traced.code  # with a size that is fixed, torch 2.11 cannot compile it
 
 
 @pytest.mark.gpu
@@ -256,7 +262,7 @@ def test_rt17_compiled_runs(precision: str, counted, tmp_path: Path, capsys) -> 
 
     The compiler is the one that takes least time: `test_rt13_gradients_of_a_force_loss` has the real one.
     """
-    counter = counted("aot_eager")
+    counter = counted("eager")
     losses = []
     for way in ("true", "false"):
         keys = {"data.train": str(SIZES), "output": str(tmp_path / way), "trainer.accelerator": "cpu"}

@@ -1,6 +1,6 @@
 """Several ranks do what one does: two processes on the CPU, joined by gloo.
 
-This file is also the program that the ranks run: each test starts it twice with the name of a function.
+The functions `rank_...` are what the ranks run; `processes.py` starts them.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import Program, all_killed, on_ranks, places, script
 from safetensors.torch import load_file, save_file
 from test_loss import prediction_off_by
 from test_recorded import played
@@ -47,31 +46,6 @@ OPTIONS = {"channels": 8, "n_radial": 4, "n_blocks": 1, "mixing_layers": 1, "lma
 RECIPE = TrainingConfig(
     steps=4, learning_rate=0.01, warmup=0, schedule="constant", ema=0.5, validate_every=2, batch_edges=0
 )
-
-
-def launch(function: str, folder: Path, *words: str, count: int = 2, timeout: float = 120) -> None:
-    """Run a function of this file on several ranks; all must end well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(count), "NODE_RANK": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, function, str(folder), *words],
-            env={**shared, "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        errors = [process.communicate(timeout=timeout)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, error in zip(processes, errors, strict=True):
-        assert process.returncode == 0, error
 
 
 def config(strategy="ddp", devices=2, recipe=RECIPE, **machine) -> Config:
@@ -228,7 +202,7 @@ def rank_work(folder: Path):
             function(lambda failing=failing: int("seven") if me() == failing else 7)
         except (ValueError, SystemExit) as error:
             said[f"{function.__name__} fails"] = repr(error)
-    (folder / f"said-{me()}.json").write_text(json.dumps(said))
+    return said
 
 
 def rank_few(folder: Path):
@@ -267,7 +241,7 @@ def rank_few(folder: Path):
 
 def rank_compiled(folder: Path):
     """As `rank_work`, compiled, and recorded; which compiler it is does not matter to the ranks."""
-    compiled.BACKEND = "aot_eager"
+    compiled.BACKEND = "eager"
     training.cuda_record = lambda: played
     for strategy, ways in COMPILED.items():
         for way in ways:
@@ -321,8 +295,7 @@ def alone(tmp_path_factory) -> Path:
 def two(tmp_path_factory) -> tuple[Path, list[dict]]:
     """What two ranks have written, and what each has said."""
     folder = tmp_path_factory.mktemp("two")
-    launch("rank_work", folder)
-    return folder, [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(2)]
+    return folder, on_ranks(rank_work, folder)
 
 
 def last(folder: Path) -> dict:
@@ -387,7 +360,7 @@ def test_rt14_two_ranks_compile(alone, tmp_path):
 
     Recorded steps too, whose learning rate is a float32: see `test_recorded`.
     """
-    launch("rank_compiled", tmp_path, timeout=600)
+    on_ranks(rank_compiled, tmp_path, timeout=600)
     for strategy, ways in COMPILED.items():
         for way in ways:
             tolerance = TOLERANCE if way == "true" else 1e-5
@@ -407,7 +380,7 @@ def test_rt14_two_ranks_compile(alone, tmp_path):
 def test_rt5_a_run_goes_on_on_another_number_of_ranks(alone, two, tmp_path):
     """Whatever strategy wrote a checkpoint, one rank goes on from it, and the other way about."""
     train_alone(tmp_path / "whole", steps=7)
-    launch("rank_resume", tmp_path / "two", str(alone))
+    on_ranks(rank_resume, tmp_path / "two", str(alone))
     for strategy in STRATEGIES:
         train_alone(tmp_path / "one" / strategy, two[0] / strategy, steps=7)
         for optimizer in OPTIMIZERS:
@@ -433,7 +406,7 @@ def test_rt11_parameters_that_only_one_rank_uses(two, strategy):
 
 
 def test_more_ranks_than_tensors(tmp_path):
-    launch("rank_few", tmp_path, count=3)
+    on_ranks(rank_few, tmp_path, count=3)
 
 
 def test_rt3_averages_count_structures(two):
@@ -474,126 +447,125 @@ def data(tmp_path_factory) -> list[str]:
     return [f"data.{name}={write_structures(folder / f'{name}.xyz', 12, 3)}" for name in ("train", "valid")]
 
 
-def begin(output: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, *launcher, ROOT / "scripts" / "finetune.py", *KEYS, f"output={output}", *words],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def begin(output: Path, *words: str, **environment: str) -> Program:
+    """Start scripts/finetune.py."""
+    return Program(script, ROOT / "scripts" / "finetune.py", *KEYS, f"output={output}", *words, **environment)
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
-    """Wait for a run and all that it has started; return what was said."""
-    try:
-        said = process.communicate(timeout=200)
-        assert process.returncode == code, said[1]
-        return said
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def begin_two(output: Path, *words: str) -> list[Program]:
+    """Start it as two ranks."""
+    return [begin(output, *words, "trainer.devices=2", **place) for place in places(2)]
 
 
-def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
+def wait_for_step(program: Program, output: Path, step: int) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and program.running():
         with contextlib.suppress(OSError, ValueError, IndexError):
             if float((output / "metrics.csv").read_text().splitlines()[-1].split(",")[0]) >= step:
                 return
         time.sleep(0.01)
-    raise AssertionError(f"the run did not come to step {step}: {process.communicate()}")
+    raise AssertionError(f"the run did not come to step {step}: {program.finish()}")
 
 
 def curve(output: Path) -> dict[float, float]:
     return {row["step"]: row["train_loss"] for row in read_metrics(output / "metrics.csv") if row["step"]}
 
 
-@pytest.mark.timeout(900)  # eight processes of some 15 s each, on a busy machine one after another
-def test_rt5_two_ranks_are_killed_and_go_on(data, tmp_path):
+WORDS = ("training.steps=240", "training.validate_every=20", "training.batch_atoms=12")
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory) -> Path:
+    """A run on two ranks that the program starts itself."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    command = [sys.executable, ROOT / "scripts" / "finetune.py", *KEYS, f"output={folder}", *data, *WORDS]
+    done = subprocess.run([*command, "trainer.devices=2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Everything goes to") == done.stdout.count("Before training:") == 1
+    assert list(curve(folder)) == list(range(1, 241))
+    return folder
+
+
+@pytest.mark.timeout(600)
+def test_rt5_two_ranks_are_killed_and_go_on(data, unbroken, tmp_path):
     """Killed, then SIGTERM to one rank of two, which ends both in order: the curve is that of an unbroken run."""
-    words = (*data, "trainer.devices=2", "training.steps=240", "training.validate_every=20", "training.batch_atoms=12")
-    finish(begin(tmp_path / "whole", *words))
     broken = tmp_path / "broken"
-    process = begin(broken, *words)
-    wait_for_step(process, broken, 50)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    with all_killed(begin_two(broken, *data, *WORDS)) as programs:
+        wait_for_step(programs[0], broken, 50)
+    for program in programs:
+        program.finish(code=-signal.SIGKILL)
     assert 50 <= max(curve(broken)) < 240
     assert 40 <= last(broken)["global_step"] < max(curve(broken)) + 1
     draft = broken / "checkpoints" / ".last.ckpt.draft"
     draft.write_bytes((broken / "checkpoints" / "last.ckpt").read_bytes()[:1000])  # as if killed while writing
 
-    process = begin(broken, *words)
-    wait_for_step(process, broken, 130)
-    process.terminate()
-    said, errors = finish(process)
+    with all_killed(begin_two(broken, *data, *WORDS)) as programs:
+        wait_for_step(programs[0], broken, 130)
+        os.kill(programs[0].pid, signal.SIGTERM)
+        (said, errors), _ = [program.finish() for program in programs]
     assert "Stopped at step" in said and "Stopping after this step" in errors
     stopped = int(last(broken)["global_step"])
     assert 130 <= stopped < 240 and f"Stopped at step {stopped}" in said
     assert max(curve(broken)) == stopped
 
-    finish(begin(broken, *words))
-    expected = curve(tmp_path / "whole")
-    assert len(expected) == 240
+    with all_killed(begin_two(broken, *data, *WORDS)) as programs:
+        for program in programs:
+            program.finish()
+    expected = curve(unbroken)
     assert curve(broken) == pytest.approx(expected, rel=1e-6)
-    close(last(tmp_path / "whole")["state_dict"], last(broken)["state_dict"], 1e-6)
+    close(last(unbroken)["state_dict"], last(broken)["state_dict"], 1e-6)
 
 
 @pytest.mark.timeout(600)
-def test_torchrun_starts_the_ranks(data, tmp_path):
+def test_torchrun_starts_the_ranks(data, unbroken, tmp_path):
     """The run is that of the ranks that the program starts itself; another number is an error in one sentence."""
-    words = (*data, "training.steps=4", "training.validate_every=2", "training.batch_atoms=12")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    finish(begin(tmp_path / "own", *words, "trainer.devices=2"))
-    said, _ = finish(begin(tmp_path / "theirs", *words, "trainer.devices=2", launcher=launcher))
-    assert said.count("Everything goes to") == said.count("Before training:") == 1
-    assert curve(tmp_path / "theirs") == curve(tmp_path / "own")
-    _, errors = finish(begin(tmp_path / "three", *words, "trainer.devices=3", launcher=launcher), code=1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, ROOT / "scripts" / "finetune.py", *KEYS, f"output={tmp_path / 'run'}", *data, *WORDS]
+    done = subprocess.run([*command, "trainer.devices=2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Everything goes to") == done.stdout.count("Before training:") == 1
+    assert curve(tmp_path / "run") == curve(unbroken)
+    wrong = begin(tmp_path / "three", *data, "trainer.devices=3", TORCHELASTIC_RUN_ID="none", **places(2)[0])
+    _, errors = wrong.finish(code=2)
     assert "torchrun started 2 processes, but trainer.devices=3 times trainer.num_nodes=1 is 3." in errors
 
 
 @pytest.mark.timeout(600)
-def test_slurm_starts_the_ranks(data, tmp_path, monkeypatch):
+def test_slurm_starts_the_ranks(data, unbroken, tmp_path):
     """Two nodes with a task each, as srun describes them to its tasks; SIGUSR1 to one stops both, and they go on."""
-    words = (*data, "training.steps=300", "training.validate_every=50", "training.batch_atoms=12")
     names = {"JOB_ID": os.getpid(), "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 1, "STEP_NUM_TASKS": 2}
     names |= {"LOCALID": 0, "NNODES": 2, "NODELIST": "127.0.0.1", "JOB_NODELIST": "127.0.0.1"}
-    for name, value in names.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
 
-    def tasks():
-        for number in ("0", "1"):
-            monkeypatch.setenv("SLURM_PROCID", number)
-            monkeypatch.setenv("SLURM_NODEID", number)
-            yield begin(tmp_path / "run", *words, "trainer.num_nodes=2")
+    def task(number: int, *words: str) -> Program:
+        found = {**names, "PROCID": number, "NODEID": number}
+        environment = {f"SLURM_{name}": str(value) for name, value in found.items()}
+        return begin(tmp_path / "run", *data, *WORDS, *words, **environment)
 
-    first, second = tasks()
-    wait_for_step(first, tmp_path / "run", 60)
-    second.send_signal(signal.SIGUSR1)
-    said = [finish(task)[0] for task in (first, second)]
+    with all_killed([task(number, "trainer.num_nodes=2") for number in range(2)]) as tasks:
+        wait_for_step(tasks[0], tmp_path / "run", 60)
+        os.kill(tasks[1].pid, signal.SIGUSR1)
+        said = [one.finish()[0] for one in tasks]
     assert "Stopped at step" in said[0] and said[1].count("\n") == 1
-    assert 60 <= last(tmp_path / "run")["global_step"] < 300
-    for task in list(tasks()):
-        finish(task)
-    assert list(curve(tmp_path / "run")) == list(range(1, 301))
-    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    assert 60 <= last(tmp_path / "run")["global_step"] < 240
+    with all_killed([task(number, "trainer.num_nodes=2") for number in range(2)]) as tasks:
+        for one in tasks:
+            one.finish()
+    assert curve(tmp_path / "run") == pytest.approx(curve(unbroken), rel=1e-6)
+    _, errors = task(0).finish(code=2)
     assert "srun started 2 processes, but trainer.devices=1 times trainer.num_nodes=1 is 1." in errors
 
 
 def test_mistakes_are_told_once(data, tmp_path):
     """By one of two ranks, which both end."""
     words = (*data, "trainer.devices=2", "training.batch_atoms=3", "training.oversized=error")
-    _, errors = finish(begin(tmp_path / "run", *words), code=2)
+    _, errors = begin(tmp_path / "run", *words).finish(code=2)
     assert errors.count("more than training.batch_atoms=3") == 1
     assert not (tmp_path / "run").exists()
 
 
 def rank_a11(folder: Path, *words: str):
     """Train a small model of the shape of pro; which compiler it is does not matter here."""
-    compiled.BACKEND = "aot_eager"
+    compiled.BACKEND = "eager"
     training.run(read_config([*words, f"output={folder / 'run'}"]), "finetune")
 
 
@@ -603,7 +575,7 @@ def test_a11_two_steps_of_a_small_pro_are_finite(data, tmp_path):
     words += ["training.compile=true", "training.batch_atoms=300", "training.steps=2"]
     words += ["model.channels=8", "model.n_blocks=1", "model.lmax=3", "model.mixing_layers=1"]
     kept = [key for key in KEYS if not key.startswith(("preset", "model."))]
-    launch("rank_a11", tmp_path, *kept, *data, *words, count=1, timeout=600)
+    on_ranks(rank_a11, tmp_path, *kept, *data, *words, count=1, timeout=600)
     found = list(floating(last(tmp_path / "run")))
     assert len(found) > 150
     assert all(bool(tensor.isfinite().all()) for tensor in found)
@@ -617,7 +589,3 @@ def floating(value):
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from floating(item)
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

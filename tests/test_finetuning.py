@@ -244,7 +244,7 @@ def test_a_continued_run_with_adapters_is_the_unbroken_one(files, tmp_path):
 def test_adapters_compile(monkeypatch):
     """Every gradient of a loss on forces through compiled code, on sizes it was not compiled for."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     # Few operations, which take the compiler less time; matrices by degree, by order, and plain ones are among them.
     options = {**OPTIONS, "random_gamma": False, "use_env_seed": False, "so3_readout": "none", "n_atten_head": 0}
     options |= {"ffn_so3_grid": False, "s2_activation": [False, False], "message_node_so3": False}

@@ -1,19 +1,21 @@
 """The gated activation of edges: definition, three orders, layouts, the interpreter, launches, and a GPU."""
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_checks import in_interpreter
 from torch import Tensor
 
 from mlff.kernels import gated_reference as reference
 from mlff.kernels.gated import _backward, _double_backward, _forward, gated_rows
 
 SHAPES = [(1, 0), (1, 1), (2, 1), (3, 2), (5, 1), (3, 3)]  # degree, order
+CASES = [(*shape, *size) for shape in SHAPES for size in ((5, 32), (33, 48), (3, 7), (0, 32), (1, 1))]  # edges, width
+INTERPRETED = [(1, 0, 33, 48), (1, 1, 0, 32), (2, 1, 5, 32), (3, 2, 3, 7), (5, 1, 3, 7), (3, 3, 1, 1)]
 NARROW = 5e-7  # float32 against float64, of the largest result: found 2e-7
 # bfloat16: operands are the same, results are rounded once, half a unit of 2^-8; sums over rows are taken in float32.
 HALF = 4e-3
@@ -108,14 +110,11 @@ def test_b9_errors_before_any_launch() -> None:
 # Triton.
 
 
-def largest_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+def largest_errors(device: str, dtype: torch.dtype, cases: Iterable[tuple[int, ...]]) -> dict[str, float]:
     """Three orders of the kernels against float64, of the largest number of each result, over shapes and layouts."""
     from mlff.kernels import gated_triton as kernels
 
     found = {}
-    cases = [
-        (*shape, edges, width) for shape in SHAPES for edges, width in ((5, 32), (33, 48), (3, 7), (0, 32), (1, 1))
-    ]
     for degree, order, edges, width in cases:
         given = [x.to(device) for x in tensors(degree, order, edges, width, dtype)]
         # Parts of wider tensors, as slices of a batch of streams are.
@@ -147,12 +146,8 @@ def largest_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 def test_rk13_rk15_kernels_in_the_interpreter() -> None:
     """Odd sizes, none, strided parts, against float64, in three orders."""
-    pytest.importorskip("triton", reason="Triton is not installed, so that its interpreter cannot run")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout)
-    assert len(errors) == 2 * 5 * len(SHAPES)
+    errors = in_interpreter(__file__)
+    assert len(errors) == 2 * len(INTERPRETED)
     assert max(errors.values()) < NARROW, errors
 
 
@@ -184,7 +179,7 @@ def test_every_order_has_a_launch_that_fits(capability: int, dtype: torch.dtype)
     ("dtype", "tolerance"), [(torch.float32, NARROW), (torch.bfloat16, HALF)], ids=["fp32", "bf16"]
 )
 def test_kernels_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
-    errors = largest_errors("cuda", dtype)
+    errors = largest_errors("cuda", dtype, CASES)
     assert max(errors.values()) < tolerance, errors
 
 
@@ -206,4 +201,4 @@ def test_b1_kernels_run_on_the_stream_of_the_caller() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parent))
-    json.dump(largest_errors("cpu", torch.float32), sys.stdout)
+    json.dump(largest_errors("cpu", torch.float32, INTERPRETED), sys.stdout)
