@@ -113,7 +113,7 @@ def list_presets(arguments: Sequence[str] = ()) -> int:
                 (
                     name,
                     f"{about.parameters:,}",
-                    "H-Og" if len(elements) == 118 else " ".join(elements),
+                    _known(elements),
                     about.trained_on or "-",
                     about.errors or "-",
                     about.licence,
@@ -220,6 +220,13 @@ def export_checkpoint(arguments: Sequence[str]) -> int:
         print(f"{output}: {_said(potential)}")
 
     return _guarded(action)
+
+
+def _known(elements: Sequence[str]) -> str:
+    """Elements on one short line."""
+    if len(elements) <= 12:
+        return " ".join(elements)
+    return "H-Og" if len(elements) == 118 else f"{len(elements)} of {elements[0]}-{elements[-1]}"
 
 
 def _file_and_keys(

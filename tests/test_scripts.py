@@ -433,6 +433,7 @@ def test_the_table_of_presets(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["preset", "parameters"]
     assert [line.split()[0] for line in lines[1:]] == list(presets.names())
+    assert "71 of H-Bi" in lines[-1] and max(line.index("  MIT  ") for line in lines[1:]) < 200
 
 
 @pytest.mark.parametrize("script", ["finetune", "train", "evaluate"])

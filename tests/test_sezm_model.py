@@ -235,7 +235,7 @@ def test_random_roll_changes_nothing() -> None:
 
 
 def test_public_names() -> None:
-    assert set(mlff.names()) == set(PUBLISHED)
+    assert set(mlff.names()) == {*PUBLISHED, "mini-crystals"}
     assert mlff.SeZM is SeZM
     with pytest.raises(AttributeError, match="no attribute 'Calculater'"):
         _ = mlff.Calculater
