@@ -315,7 +315,7 @@ def test_what_is_forgotten_is_judged_with_the_old_reference_energies(files, tmp_
         ({"weights": "mine.safetensors"}, None),
         ({"data.train": str(presets.data_path("molecules.h5")) + "::train"}, None),
         ({"data.valid": str(presets.data_path("molecules.h5").parent)}, None),
-        ({"preset": "pro"}, None),
+        ({"preset": "plus"}, None),
     ],
 )
 def test_which_old_structures_are_judged(keys, count):
